@@ -15,7 +15,7 @@ from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
 from dflash_sglang.patches import contract
-from dflash_sglang.patches.apply import apply, verify
+from dflash_sglang.patches.apply import apply, replaced, verify
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV, PluginConfig, check_environment, required
 from dflash_sglang.sglang_names.probe import check_symbols
 from dflash_sglang.startup.launch_checks import unserved_problems
@@ -52,14 +52,16 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
     _resolved = server_args
     if _asks_for_dflash(server_args) and _served_by_built_in(server_args) is None:
         # Imported here: they need names of SGLang's, which are checked by now.
-        from dflash_sglang.patches import dp_attention
+        from sglang.srt.arg_groups import speculative_hook
+
         from dflash_sglang.startup.decisions import serve_trained_block
         from dflash_sglang.startup.fp8_drafts import quantise_where_shorter
 
         _patch_launcher()
         serve_trained_block(server_args)
         quantise_where_shorter(server_args)
-        with dp_attention.allowed():
+        # What SGLang asks of data-parallel attention, a GPU and --enable-dp-lm-head, is for its own worker.
+        with replaced("dp-attention", speculative_hook, lambda cfg: False):
             original(server_args)
     else:
         _tell_of_dflash(server_args)
@@ -147,16 +149,24 @@ def get_config(original: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     return original(model, *args, **kwargs)
 
 
+def config_draft_model(original: Callable[[Any], None], config: Any) -> None:
+    """AROUND ModelConfig._config_draft_model, which each ModelConfig calls on a config of its own.
+
+    Of a target's checkpoint as its own draft SGLang reads the config of the multi-token-prediction layers alone.
+    """
+    if config.is_draft_model and config.speculative_algorithm == "DFLASH":
+        raw = draft_config(config.model_path, config.revision)
+        if holds_mtp(raw):
+            MtpSpec.from_config(raw).make_alone(config.hf_text_config)
+    original(config)
+
+
 def _tell_of_dflash(server_args: Any) -> None:
     """For a launch with an algorithm that is SGLang's own: says so where this package would serve the draft."""
     algorithm = (server_args.speculative_algorithm or "").upper()
+    readers = {"DSPARK": _instead_of_dspark, "EAGLE": _instead_of_eagle, "NEXTN": _instead_of_eagle}
     try:
-        if algorithm == "DSPARK":
-            instead = _instead_of_dspark(server_args)
-        elif algorithm in ("EAGLE", "NEXTN"):
-            instead = _instead_of_eagle(server_args)
-        else:
-            return
+        instead = readers[algorithm](server_args) if algorithm in readers else None
     except (OSError, ValueError):  # a config.json that SGLang reports, or that this package does not serve
         return
     if instead is not None:

@@ -72,10 +72,7 @@ class PrefillWorker(BaseSpecWorker):
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
     def alloc_memory_pool(
-        self,
-        memory_pool_config: Any = None,
-        req_to_token_pool: Any = None,
-        token_to_kv_pool_allocator: Any = None,
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         """The draft shares the target's requests and slots; its keys and values live in a pool of its own.
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from dflash_sglang.assembly import lines, steps
-from dflash_sglang.drafting.base import ProposalSource
-from dflash_sglang.drafting.block import Block, BlockBuilder
+from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.draft_input import DFlashDraftInput
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.step_slots import StepSlots
@@ -30,7 +29,6 @@ from dflash_sglang.startup.copying import chains_of
 from dflash_sglang.verify.rows import Shape, VerifyRows
 from dflash_sglang.verify.step_result import StepResult
 from dflash_sglang.verify.tables import Tables
-from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.warmup.dummy_batches import Rehearsal
 from dflash_sglang.width.controller import WidthController
 
@@ -55,19 +53,11 @@ class DFlashWorker(PrefillWorker):
 
     # ---- Start-up, in the order of the scheduler's calls -------------------------------------------------
 
-    def alloc_memory_pool(
-        self,
-        memory_pool_config: Any = None,
-        req_to_token_pool: Any = None,
-        token_to_kv_pool_allocator: Any = None,
-    ) -> None:
-        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        super().alloc_memory_pool(*args, **kwargs)
         parts = steps.build_step(self._draft, self.target_worker, self._tables, self._reservation, self._config)
-        self._parts = parts
-        self._blocks: BlockBuilder = parts.blocks
-        self._proposer: ProposalSource = parts.proposer
-        self._verifier: Verifier = parts.verifier
-        self._context, self._copies = parts.context, parts.copies
+        self._blocks, self._proposer, self._verifier = parts.blocks, parts.proposer, parts.verifier
+        self._parts, self._context, self._copies = parts, parts.context, parts.copies
 
     def init_attention_backends(self) -> None:
         with draft_pp_context(), draft_tp_context(self.draft_parallel_layout), self._draft.rows():

@@ -13,7 +13,6 @@ from dflash_sglang.checkpoint.files import fingerprint, weights_directory
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.drafting.draft_input import SlotReservation
-from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
 from dflash_sglang.patches import agreement, draft_pool, replayed_states, retracted_rows, weight_updates
@@ -131,14 +130,17 @@ def load_draft(
             algo_label="DFLASH",
         )
     runner, model = bundle.draft_model_runner, bundle.draft_model
-    if isinstance(model.spec, MtpSpec):
-        return _load_mtp(bundle, target, layout, config)
-    of_target = TargetFacts.from_config(target.model_config.hf_text_config)
-    feature_layer_ids = model.spec.target_layer_ids
-    ensure_capture(target.model, feature_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
     block_size = int(get_spec().speculative_num_draft_tokens)
-    shape = _ring_shape(model, config, block_size)
-    path = get_spec().speculative_token_map if drafts else None
+    built = bundle.draft_worker, runner, model, block_size, bundle.resolved_attention_backend, layout
+    if isinstance(model.spec, MtpSpec):
+        return _load_mtp(built, target, config)
+    of_target = TargetFacts.from_config(target.model_config.hf_text_config)
+    ensure_capture(target.model, model.spec.target_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
+    served, page_size = get_spec(), get_schedule().page_size
+    flags = served.speculative_draft_window_size, served.speculative_draft_sink_size
+    whole_for = needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode)
+    shape = ring_shape(model.spec, config, block_size, page_size, *flags, whole_for)
+    path = served.speculative_token_map if drafts else None
     token_map = None if path is None else read_token_map(path)
     if drafts:
         replayed_states.install(target)
@@ -148,13 +150,8 @@ def load_draft(
     head_copy = borrowed.head_copy
     weight_updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
     return LoadedDraft(
-        worker=bundle.draft_worker,
-        runner=runner,
-        model=model,
-        block_size=block_size,
-        attention_backend=bundle.resolved_attention_backend,
-        parallel_layout=layout,
-        feature_layer_ids=feature_layer_ids,
+        *built,
+        feature_layer_ids=model.spec.target_layer_ids,
         borrowed=borrowed,
         context_kv=context_kv,
         drafts=drafts,
@@ -164,12 +161,13 @@ def load_draft(
     )
 
 
-def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfig) -> LoadedDraft:
-    """The rest of `load_draft` for multi-token-prediction layers."""
-    runner, model = bundle.draft_model_runner, bundle.draft_model
-    block_size, spec = int(get_spec().speculative_num_draft_tokens), model.spec
+def _load_mtp(
+    built: tuple[Any, Any, Any, int, str, Any], target: ModelRunner, config: PluginConfig
+) -> LoadedDraft:
+    """The rest of `load_draft` for multi-token-prediction layers. built: the first fields of LoadedDraft."""
+    _, runner, model, block_size, *_ = built
     deliver_hidden_states(target.model)
-    rows = spec.draft_rows(block_size)
+    spec, rows = model.spec, model.spec.draft_rows(block_size)
     recent = RecentRows(most_rows(), rows, spec.num_layers, spec.hidden_size, runner.dtype, runner.device)
     borrowed = model.bind_target(target.model, recent)
     weight_updates.install(target, runner, None, None)
@@ -179,12 +177,7 @@ def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfi
         draft_pool.price_groups(*map(len, of_groups))
         slots += ", sliding ones its sliding slots"
     return LoadedDraft(
-        worker=bundle.draft_worker,
-        runner=runner,
-        model=model,
-        block_size=block_size,
-        attention_backend=bundle.resolved_attention_backend,
-        parallel_layout=layout,
+        *built,
         feature_layer_ids=(),
         borrowed=borrowed,
         context_kv=recent,
@@ -192,18 +185,6 @@ def _load_mtp(bundle: Any, target: ModelRunner, layout: Any, config: PluginConfi
         draws_proposals=config.draws(joint=True),
         proposed_tokens=None,
         rings=slots,
-    )
-
-
-def _ring_shape(model: DFlashDraftModel, config: PluginConfig, block_size: int) -> RingShape | str:
-    return ring_shape(
-        model.spec,
-        config,
-        block_size,
-        get_schedule().page_size,
-        get_spec().speculative_draft_window_size,
-        get_spec().speculative_draft_sink_size,
-        needs_whole_pool(get_memory().enable_hierarchical_cache, get_disagg().disaggregation_mode),
     )
 
 
@@ -228,14 +209,10 @@ def agree(draft: LoadedDraft, target: ModelRunner, config: PluginConfig) -> None
     if role == "null":
         return
     path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
-    line = agreement.draft_line(
-        draft.model.spec.num_layers,
-        model.get_total_num_kv_heads(),
-        model.head_dim,
-        str(draft.runner.kv_cache_dtype).removeprefix("torch."),
-        draft.feature_layer_ids,
-        fingerprint(weights_directory(path, revision, get_model().download_dir)),
-    )
+    shape = draft.model.spec.num_layers, model.get_total_num_kv_heads(), model.head_dim
+    dtype = str(draft.runner.kv_cache_dtype).removeprefix("torch.")
+    files = fingerprint(weights_directory(path, revision, get_model().download_dir))
+    line = agreement.draft_line(*shape, dtype, draft.feature_layer_ids, files)
     if role == "prefill":
         agreement.register_with(line)
         backend = get_disagg().disaggregation_transfer_backend
@@ -247,15 +224,11 @@ def agree(draft: LoadedDraft, target: ModelRunner, config: PluginConfig) -> None
         of_target = target.model_config
         layers = TargetFacts.from_config(of_target.hf_text_config).num_layers
         if config.prefill == "any" and draft.model.spec.num_layers >= layers:
-            raise StartupError([_any_problem(draft.model.spec.num_layers, layers)])
+            expected = (
+                f"'same' with a draft of {draft.model.spec.num_layers} layers beside a target of {layers}: SGLang "
+                "takes KV that comes without a draft's for that of a part of the layers"
+            )
+            raise StartupError([Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")])
         heads = [(one.get_total_num_kv_heads(), one.head_dim) for one in (of_target, model)]
         agreement.compare_with(line, config.prefill, alike=heads[0] == heads[1])
         retracted_rows.keep(target.token_to_kv_pool_allocator, draft.runner.token_to_kv_pool)
-
-
-def _any_problem(draft_layers: int, target_layers: int) -> Problem:
-    expected = (
-        f"'same' with a draft of {draft_layers} layers beside a target of {target_layers}: SGLang takes KV that "
-        "comes without a draft's for that of a part of the layers"
-    )
-    return Problem(f"{CONFIG_ENV} prefill", "any", expected, "Leave it out.")

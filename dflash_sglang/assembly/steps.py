@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dflash_sglang.assembly.loading import LoadedDraft
 from dflash_sglang.attention.visibility import check_visibility
-from dflash_sglang.checkpoint.causes import PairFacts
-from dflash_sglang.drafting.base import Changed, ProposalSource
+from dflash_sglang.checkpoint.in_words import PairFacts
 from dflash_sglang.drafting.block import BlockBuilder
 from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.draft_input import SlotReservation
 from dflash_sglang.drafting.mtp.source import MtpSource
+from dflash_sglang.drafting.proposals import Changed, ProposalSource
 from dflash_sglang.drafting.proposer import Proposer, why_no_candidates
 from dflash_sglang.drafting.rings import DraftRings, RingContext
 from dflash_sglang.drafting.step_slots import StepSlots
@@ -24,12 +24,11 @@ from dflash_sglang.drafting.window import DraftWindow, is_imposed
 from dflash_sglang.models.context_kv.base import ContextWriter
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.models.mtp.recent_rows import RecentRows
-from dflash_sglang.observe.alarm import Alarm
-from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.alarm import Alarm, Causes
 from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
+from dflash_sglang.patches.attention_room import plan_windows
 from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.flashinfer_windows import plan_windows
 from dflash_sglang.settings.plugin_config import FORCED_ENV, PluginConfig
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.sglang_names.scheduler import SIMULATE_ACC_LEN, ModelRunner, TpModelWorker, get_parallel
@@ -100,7 +99,6 @@ def build_step(
     if rings is not None:
         assert isinstance(draft.context_kv, ContextKV)
         context = RingContext(draft.context_kv, rings)
-    mask = draft.model.spec.mask_token_id  # None: of a source that reads no row of the block
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
     source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
     if tables.acceptor.answers is not None:
@@ -108,28 +106,13 @@ def build_step(
     copies = _copies(draft, target, slots.longest, config)
     if copies is not None:
         source = Changed(source, copies.propose)
-    return StepParts(
-        reservation,
-        BlockBuilder(
-            target,
-            runner,
-            block_size,
-            0 if mask is None else mask,
-            slots,
-            in_place=mask is not None
-            and names_slots_alike(target, runner)
-            and not is_imposed()
-            and rings is None
-            and not draft.model.spec.has_row_less,
-            draft_slots=None if rings is None else rings.assign_block,
-        ),
-        source,
-        Verifier(target_worker, block_size, logits, tables, tail),
-        tail,
-        context,
-        rings,
-        copies,
-    )
+    mask, assign = draft.model.spec.mask_token_id, None if rings is None else rings.assign_block
+    alike = names_slots_alike(target, runner) and not is_imposed() and rings is None
+    # Without a mask token the source reads no row of the block.
+    in_place = mask is not None and alike and not draft.model.spec.has_row_less
+    blocks = BlockBuilder(target, runner, block_size, mask or 0, slots, in_place, assign)
+    verifier = Verifier(target_worker, block_size, logits, tables, tail)
+    return StepParts(reservation, blocks, source, verifier, tail, context, rings, copies)
 
 
 def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: PluginConfig) -> Copies | None:
@@ -146,18 +129,11 @@ def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: Plugi
 
 def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | None) -> ProposalSource:
     if isinstance(draft.context_kv, RecentRows):
-        return MtpSource(
-            draft.runner, draft.model, draft.context_kv, draft.parallel_layout, drawn=draft.draws_proposals
-        )
-    return Proposer(
-        draft.runner,
-        draft.model,
-        draft.block_size,
-        draft.parallel_layout,
-        drawn=draft.draws_proposals,
-        tree_requests=0 if why_no_candidates(draft.model) else most_requests(config.width.trees),
-        window=window,
-    )
+        recent, layout = draft.context_kv, draft.parallel_layout
+        return MtpSource(draft.runner, draft.model, recent, layout, drawn=draft.draws_proposals)
+    of_trees = 0 if why_no_candidates(draft.model) else most_requests(config.width.trees)
+    of_draft = draft.runner, draft.model, draft.block_size, draft.parallel_layout
+    return Proposer(*of_draft, drawn=draft.draws_proposals, window=window, tree_requests=of_trees)
 
 
 def _rings(

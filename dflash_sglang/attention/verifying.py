@@ -54,6 +54,19 @@ def draft_input(rows: int, device: Any) -> DFlashVerifyInput:
     return DFlashVerifyInput(nothing, nothing, rows, capture_hidden_mode=CaptureHiddenMode.NULL)
 
 
+def slot_plan(
+    runner: ModelRunner, requests: Tensor, prefix_lens: Tensor, prefix_bounds: Tensor, slots: Tensor, rows: int
+) -> KVLocPlan:
+    """Plan a forward of `rows` rows of each request, written to these slots. prefix_bounds [bs]: on the host."""
+    return runner.kv_index_translator.plan(
+        req_pool_indices=requests,
+        seq_lens=prefix_lens,
+        seq_lens_cpu=prefix_bounds,
+        write_virtual=slots,
+        read_extent=rows,
+    )
+
+
 def draft_forward(
     runner: ModelRunner,
     rows: Rows,

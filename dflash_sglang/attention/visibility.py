@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_sglang.attention.verifying import draft_forward, draft_input
+from dflash_sglang.attention.verifying import draft_forward, draft_input, slot_plan
 from dflash_sglang.checkpoint.layers import LayerAttention
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.models.draft import DFlashDraftModel
@@ -137,13 +137,7 @@ def _block(runner: ModelRunner, slots: Tensor, block_size: int) -> ForwardBatch:
     device, context = slots.device, len(slots) - block_size
     request = torch.full((1,), _ROW, dtype=torch.int64, device=device)
     lens, own = torch.full_like(request, context), slots[context:]
-    plan = runner.kv_index_translator.plan(
-        req_pool_indices=request,
-        seq_lens=lens,
-        seq_lens_cpu=torch.tensor([context]),
-        write_virtual=own,
-        read_extent=block_size,
-    )
+    plan = slot_plan(runner, request, lens, torch.tensor([context]), own, block_size)
     rows = Rows(torch.zeros_like(own), torch.arange(context, len(slots), device=device), own)
     bounds, info = torch.tensor([len(slots)]), draft_input(block_size, device)
     return draft_forward(runner, rows, request, lens, bounds, context, info, plan)

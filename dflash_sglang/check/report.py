@@ -15,7 +15,7 @@ from dflash_sglang.check.arguments import Settings
 from dflash_sglang.check.parting import RANKED, ROUNDING, Parting
 from dflash_sglang.check.servers import Facts
 from dflash_sglang.check.verdict import DEFECT, FINE, LENGTH, POSITIONS, Judged
-from dflash_sglang.checkpoint.causes import TARGET, TEXT, PairFacts
+from dflash_sglang.checkpoint.in_words import TARGET, TEXT, PairFacts
 
 CONTEXT = 24  # tokens shown before the first difference, and of each output from it on
 SHOWN = 5  # first differences that are printed; the JSON output has all, with their text

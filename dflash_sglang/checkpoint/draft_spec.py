@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from dflash_sglang.checkpoint import family_specs
-from dflash_sglang.checkpoint.anchor import anchor_field
 from dflash_sglang.checkpoint.families import DFLASH2, DOMINO, DSPARK, GEMMA4, LAGUNA, family_of
+from dflash_sglang.checkpoint.family_specs import VocabularySpec, vocabulary
 from dflash_sglang.checkpoint.fields import (
     MOST_LAYERS,
     DraftConfigError,
@@ -18,15 +18,19 @@ from dflash_sglang.checkpoint.fields import (
     as_float,
     as_int,
     class_default,
+    shown,
 )
 from dflash_sglang.checkpoint.gemma4 import gemma4_fields
 from dflash_sglang.checkpoint.layers import LayerAttention, layer_attention
 from dflash_sglang.checkpoint.left_out import LAYER_INPUTS, NO_FLAGS, VLLM_PLACES, Flags, refuse_left_out
 from dflash_sglang.checkpoint.rope import RopeSpec, rope
 from dflash_sglang.checkpoint.speculators import LAYER_IDS, flattened, is_speculators
-from dflash_sglang.checkpoint.vocabulary import VocabularySpec, vocabulary
 
 QWEN3_HEAD_DIM = 128  # of transformers' Qwen3 where a config has none
+# Fields that say whether a block proposes from its first row on, the row of the last committed token (the anchor),
+# and where they may stand beside the top level.
+_FROM_ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
+_PLACES = ("dflash_config", "eagle_config", "text_config", "transformer_layer_config")
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,7 @@ class SwigluClamp:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A DFlash draft as its checkpoint describes it.
-
-    ``speculators``: whether it is in the speculators format, else in z-lab's.
-    ``block_size``: trained block length, the last token and a proposal of each row that has one.
-    ``has_row_less``: whether the draft reads all rows of a block but the last, because every row proposes the
-    token after its own. ``target_layer_ids``: 0-based target layers whose outputs are the features, in the order
-    in which `fc` was trained on them. ``mask_token_id``: id in the embedding table. ``attention_value_scale``:
-    factor on V, or None.
-    ``attention_sinks``: whether each head of a layer has a sink, one more logit in its softmax. ``convolution``:
-    around attention and MLP of every layer, or None.
-    ``gemma_norms``: whether norms scale by 1 + weight, else by the weight. ``swiglu_clamp``: how the MLP's
-    activation differs from SwiGLU, or None.
-    ``quantization``: the checkpoint's method (`fp8`, `compressed-tensors`, ...), or None. ``dflash2``, ``dspark``,
-    ``domino``, ``laguna``: what makes it a draft of that family, or None.
-    """
+    """A DFlash draft as its checkpoint describes it."""
 
     architecture: str
     hidden_size: int
@@ -67,21 +57,24 @@ class DraftSpec:
     vocab_size: int
     max_position_embeddings: int
     attention_bias: bool
-    gemma_norms: bool
-    swiglu_clamp: SwigluClamp | None
-    block_size: int
-    has_row_less: bool
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
+    gemma_norms: bool  # norms scale by 1 + weight, else by the weight
+    swiglu_clamp: SwigluClamp | None  # how the MLP's activation differs from SwiGLU
+    block_size: int  # trained: the last token, and a proposal of each row that has one
+    has_row_less: (
+        bool  # reads all rows of a block but the last, because every row proposes the token after its own
+    )
+    mask_token_id: int  # in the embedding table
+    target_layer_ids: tuple[int, ...]  # 0-based; their outputs are the features, in the order `fc` was trained on
     num_target_layers: int | None
     layers: tuple[LayerAttention, ...]
     rope: RopeSpec
-    attention_value_scale: float | None
-    quantization: str | None
-    speculators: bool
+    attention_value_scale: float | None  # factor on V
+    quantization: str | None  # the checkpoint's method (`fp8`, `compressed-tensors`, ...)
+    speculators: bool  # in the speculators format, else in z-lab's
     vocabulary: VocabularySpec
-    attention_sinks: bool
-    convolution: family_specs.ConvolutionSpec | None
+    attention_sinks: bool  # each head of a layer has a sink, one more logit in its softmax
+    convolution: family_specs.ConvolutionSpec | None  # around attention and MLP of every layer
+    # What makes it a draft of that family.
     dflash2: family_specs.DFlash2Spec | None
     dspark: family_specs.DSparkSpec | None
     domino: family_specs.DominoSpec | None
@@ -239,3 +232,28 @@ def _quantization(config: Mapping[str, Any]) -> str | None:
         fix = "Add quantization_config.quant_method to the draft's config.json."
         raise DraftConfigError("quantization_config", quantization, "an object with a quant_method", fix)
     return method
+
+
+def anchor_field(config: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """(path, value) of the one of _FROM_ANCHOR in a raw config.json of any format, None without one.
+
+    Raises DraftConfigError for a value that is not true or false, and for two that contradict each other.
+    """
+    said = list(_said(config))
+    for found in said:
+        if as_bool(found) != said[0][1]:
+            expected = (
+                f"{said[0][0]}={shown(said[0][1])} to say the same: whether the row of the last committed token "
+                "proposes, too"
+            )
+            fix = "Keep the one that the draft was trained with in its config.json."
+            raise DraftConfigError(found[0], found[1], expected, fix)
+    return said[0] if said else None
+
+
+def _said(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of every name in every place; null is absent."""
+    nested = ((f"{place}.", config.get(place)) for place in _PLACES)
+    for path, fields in (("", config), *nested):
+        given = fields if isinstance(fields, Mapping) else {}
+        yield from ((path + name, given[name]) for name in _FROM_ANCHOR if given.get(name) is not None)

@@ -15,17 +15,12 @@ from dflash_sglang.checkpoint.speculators import ALGORITHM, is_speculators
 
 @dataclass(frozen=True)
 class Family:
-    """Drafts that are one and the same model.
+    """Drafts that are one and the same model."""
 
-    ``architectures``: names under which checkpoints declare it. ``algorithm``: its name in the speculators format,
-    None where that format has no such draft; ``exported``: what the format's exporters call it besides. ``needs``:
-    fields that its config.json has beside a plain draft's.
-    """
-
-    architectures: tuple[str, ...]
-    algorithm: str | None = None
-    exported: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    architectures: tuple[str, ...]  # under which checkpoints declare it
+    algorithm: str | None = None  # in the speculators format, None where that has no such draft
+    exported: tuple[str, ...] = ()  # what the format's exporters call it besides
+    needs: tuple[str, ...] = ()  # fields that its config.json has beside a plain draft's
 
 
 PLAIN = Family(("DFlashDraftModel",), speculators.DFLASH, exported=("DFlashSpeculator",))

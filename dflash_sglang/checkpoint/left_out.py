@@ -44,11 +44,7 @@ NO_FLAGS = Flags()
 
 
 def refuse_left_out(
-    fields: Fields,
-    flags: Flags,
-    layer_ids: str,
-    of_family: Sequence[str],
-    readers: Sequence[Callable[[], object]],
+    fields: Fields, flags: Flags, layer_ids: str, of_family: Sequence[str], readers: Sequence[Callable[[], object]]
 ) -> None:
     """Raise one DraftConfigError of all fields that are absent, and that neither flags nor a default give.
 

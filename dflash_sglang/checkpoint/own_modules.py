@@ -20,13 +20,12 @@ from dflash_sglang.checkpoint.files import UNPACKED_DTYPES, TensorFacts
 
 MASK_EMBEDDING = "mask_embedding"
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
-# Read here, not by the loader of the weights; the latter belong to training, or guess what walks give.
-VOCABULARY_TENSORS = ("d2t", "t2d")
-TRAINING_TENSORS = (
+_VOCABULARY = ("d2t", "t2d")  # read here, not by the loader of the weights
+TRAINING_TENSORS = (  # belong to training, or guess what walks give
     *("verifier_lm_head.weight", "verifier_norm.weight"),
     *("confidence_head.proj.weight", "confidence_head.proj.bias"),
 )
-
+NOT_LOADED = _VOCABULARY + TRAINING_TENSORS
 TABLES = ("embed_tokens", "markov_head.markov_w1", "markov_head.markov_w2")
 """Modules that are read row by row. Those of a checkpoint in NVFP4 are dense once they are loaded."""
 
@@ -61,7 +60,7 @@ def own_modules(directory: Path, tensors: Mapping[str, TensorFacts]) -> OwnModul
     Raises DraftConfigError for a mask_embedding.pt that is no tensor.
     """
     facts = {name.removeprefix("model."): fact for name, fact in tensors.items()}
-    small = _read(directory, facts.keys() & {*VOCABULARY_TENSORS, MASK_EMBEDDING})
+    small = _read(directory, facts.keys() & {*_VOCABULARY, MASK_EMBEDDING})
     return OwnModules(
         head=_module(facts, "lm_head"),
         embedding=_module(facts, "embed_tokens"),
@@ -85,6 +84,16 @@ def head_tokens(spec: DraftSpec, own: OwnModules) -> int:
     if spec.vocabulary.draft_vocab_size is not None:
         return spec.vocabulary.draft_vocab_size
     return spec.vocab_size if own.d2t is None else own.d2t.numel()
+
+
+def own_in_words(spec: DraftSpec, own: OwnModules) -> str:
+    """For the start-up line and the doctor."""
+    parts = (
+        f"head of {head_tokens(spec, own)} tokens" if own.head is not None else None,
+        f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
+        "mask row" if own.mask_embedding is not None else None,
+    )
+    return ", ".join(part for part in parts if part is not None) or "none"
 
 
 def _module(facts: Mapping[str, TensorFacts], name: str) -> TensorFacts | None:

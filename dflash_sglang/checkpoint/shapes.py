@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dflash_sglang.checkpoint.draft_spec import DraftSpec
 from dflash_sglang.checkpoint.family_specs import GATED, RNN
+
+STACKED: Mapping[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""Module -> (module that stacks it, its shard there). Checkpoints have either form."""
+RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+"""Rotary tables that some exporters save; RoPE is computed from the config."""
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+"""Of a quantised KV cache, by exporters' names."""
 
 
 def layer_shapes(spec: DraftSpec) -> dict[str, tuple[int, ...]]:

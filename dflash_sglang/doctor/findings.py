@@ -16,10 +16,10 @@ from dflash_sglang.checkpoint.fields import one_line
 from dflash_sglang.checkpoint.files import TensorFacts, draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from dflash_sglang.checkpoint.left_out import Flags
-from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens, own_modules
+from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, own_in_words, own_modules
 from dflash_sglang.checkpoint.token_map import read_token_map
 from dflash_sglang.doctor import launch, sizes, tokens
-from dflash_sglang.models.head.form import HeadFacts, choose_form
+from dflash_sglang.models.head.draft_head import HeadFacts, choose_form
 from dflash_sglang.patches.contract import states
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
@@ -87,11 +87,6 @@ def _read(cfg: Any) -> tuple[DraftSpec, dict[str, TensorFacts], OwnModules] | No
 
 def _draft(spec: DraftSpec, own: OwnModules) -> dict[str, Any]:
     """`model` of the findings, in words where the start-up line has words."""
-    parts = (
-        f"head of {head_tokens(spec, own)} tokens" if own.head is not None else None,
-        f"embedding of {spec.vocab_size} tokens" if own.embedding is not None else None,
-        "mask row" if own.mask_embedding is not None else None,
-    )
     return {
         "architecture": f"{spec.architecture} ({spec.num_layers} layers)",
         "layers": layers_read(spec),
@@ -99,7 +94,7 @@ def _draft(spec: DraftSpec, own: OwnModules) -> dict[str, Any]:
         "heads": f"{spec.num_heads} of {spec.head_dim}, {spec.num_kv_heads} for keys and values",
         "target_layers": list(spec.target_layer_ids),
         "mask_token_id": spec.mask_token_id,
-        "own_modules": ", ".join(part for part in parts if part is not None) or "none",
+        "own_modules": own_in_words(spec, own),
         "quantization": spec.quantization or "none",
         "block": spec.block_size,
     }
@@ -160,15 +155,9 @@ def _sizes(
 def _rings(cfg: Any, config: PluginConfig, spec: DraftSpec, block: int) -> tuple[int | None, int | None]:
     """(rings for the requests that may run at most, tokens of a ring), (None, None) where the pool is smaller or
     there are none."""
-    shape = ring_shape(
-        spec,
-        config,
-        block,
-        cfg.page_size or 1,
-        cfg.speculative_draft_window_size,
-        cfg.speculative_draft_sink_size,
-        needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode),
-    )
+    flags = cfg.speculative_draft_window_size, cfg.speculative_draft_sink_size
+    whole_for = needs_whole_pool(cfg.enable_hierarchical_cache, cfg.disaggregation_mode)
+    shape = ring_shape(spec, config, block, cfg.page_size or 1, *flags, whole_for)
     if isinstance(shape, str):
         return None, None
     rings = shape.rings(max(1, (cfg.max_running_requests or DEFAULT_REQUESTS) // cfg.attn_dp_size))
@@ -194,10 +183,7 @@ def _head(
 ) -> tuple[bool, str, int]:
     """(whether its bytes are known, its form in words, bytes that the draft reads beside its own weights)"""
     dtype = target_config.dtype
-    if own.head is not None:
-        size: int | None = sizes.nbytes(own.head, dtype.itemsize)
-    else:
-        size = sizes.head_bytes(target)
+    size = sizes.head_bytes(target) if own.head is None else sizes.nbytes(own.head, dtype.itemsize)
     if size is None:
         return False, "unknown: the target's weights are not on this machine", 0
     whose = "the target's" if own.head is None else "the draft's"
@@ -219,13 +205,8 @@ def _head(
 
 
 def _attention(cfg: Any) -> str:
-    asked = cfg.speculative_draft_attention_backend
-    if asked is not None:
-        return str(asked)
-    if cfg.device == "cpu":
-        return "torch_native"
-    named = cfg.prefill_attention_backend or cfg.attention_backend
-    return str(named) if named is not None else "chosen by SGLang for the GPU"
+    of_target = "torch_native" if cfg.device == "cpu" else cfg.prefill_attention_backend or cfg.attention_backend
+    return str(cfg.speculative_draft_attention_backend or of_target or "chosen by SGLang for the GPU")
 
 
 def _experts(target_config: Any) -> sizes.Experts | None:

@@ -8,10 +8,9 @@ import gc
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +51,7 @@ def refusal(field: str, text: str) -> dict[str, str]:
     return {"field": field, "text": text}
 
 
-@dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(NamedTuple):
     """The directories of target and draft on this machine, and the target's tensors by name."""
 
     target: Path
@@ -74,11 +72,10 @@ def read_checkpoints(server_args: Any) -> Checkpoints:
             directory = config_directory(path, revision)
             configs.append(read_config(directory))
         except (OSError, ValueError) as error:
-            expected = "a directory, or a downloaded repository, with a config.json"
-            fix = "Correct it."
-            if not (Path(path).exists() or no_such_directory(path)):
-                fix = "doctor downloads nothing: give a directory, or download it first."
-            raise Unreadable(f"{flag} {path}: expected {expected} ({described(error)}). {fix}") from error
+            elsewhere = not (Path(path).exists() or no_such_directory(path))
+            fix = "doctor downloads nothing: give a directory, or download it first" if elsewhere else "Correct it"
+            expected = f"expected a directory, or a downloaded repository, with a config.json ({described(error)})"
+            raise Unreadable(f"{flag} {path}: {expected}. {fix}.") from error
         directories.append(directory)
     same = directories[0].resolve() == directories[1].resolve()
     if (mistake := mixed_up(configs[0], configs[1], same)) is not None:
@@ -124,13 +121,9 @@ def settle(server_args: Any) -> list[dict[str, str]]:
     """
     from dflash_sglang.sglang_names.launcher import settle_without_device
 
-    given = {f"--{name.replace('_', '-')}": getattr(server_args, name) for name in _AT_LEAST_ONE}
-    below = {flag: value for flag, value in given.items() if value is not None and value < 1}
-    if below:
-        return [
-            refusal(flag, f"{flag}={value}: expected an integer >= 1. Correct it.")
-            for flag, value in below.items()
-        ]
+    given = ((f"--{name.replace('_', '-')}", getattr(server_args, name)) for name in _AT_LEAST_ONE)
+    if below := [(flag, value) for flag, value in given if value is not None and value < 1]:
+        return [refusal(flag, f"{flag}={value}: expected an integer >= 1. Correct it.") for flag, value in below]
     try:
         settle_without_device(server_args)
     except (StartupError, PluginConfigError, SGLangMismatchError) as error:
@@ -149,14 +142,10 @@ def read_target(server_args: Any) -> Any:
         config = model_config_of(server_args)
         TargetFacts.from_config(config.hf_text_config)
     except Exception as error:  # whatever its libraries raise
+        expected, fix = f"--target {path}: expected a config.json that SGLang can read", "Correct it."
         if context is not None and "context_length" in str(error):
-            expected = "at most the context of the target"
-            raise Unreadable(
-                f"--context-length {context}: expected {expected} ({described(error)}). Lower it."
-            ) from error
-        raise Unreadable(
-            f"--target {path}: expected a config.json that SGLang can read ({described(error)}). Correct it."
-        ) from error
+            expected, fix = f"--context-length {context}: expected at most the context of the target", "Lower it."
+        raise Unreadable(f"{expected} ({described(error)}). {fix}") from error
     if not isinstance(config.dtype, torch.dtype):
         raise Unreadable(f"--target {path}: target config dtype={config.dtype!r}: expected a dtype. Correct it.")
     for field in _COUNTS:
@@ -190,13 +179,23 @@ def _refusals(error: BaseException) -> list[dict[str, str]]:
 
 @functools.cache
 def load_plugins() -> None:
-    """Import SGLang and load its plugins, as each of its processes does."""
-    with _quick():
+    """Import SGLang and load its plugins, as each of its processes does.
+
+    Imports make millions of objects that stay. Python's collector would look through them again and again, which
+    takes 40 % of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
         from sglang.srt.plugins import load_plugins as load
 
         from dflash_sglang.sglang_names import launcher  # noqa: F401 (imported here for its time)
 
         load()
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
 
 
 def plugin_refusal() -> dict[str, str] | None:
@@ -206,20 +205,6 @@ def plugin_refusal() -> dict[str, str] | None:
     value = os.environ.get("SGLANG_PLUGINS")
     text = f"SGLANG_PLUGINS={value!r}: expected dflash_sglang among them, or unset. SGLang loads no such plugin."
     return refusal("SGLANG_PLUGINS", text)
-
-
-@contextlib.contextmanager
-def _quick() -> Iterator[None]:
-    """For imports: they make millions of objects that stay, and Python's collector would look through them again
-    and again, which takes 40 % of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
 
 
 def _last_error(printed: str, flags: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
-from dflash_sglang.patches.graph_inputs import GraphInputs
+from dflash_sglang.patches.graphs import GraphInputs
 from dflash_sglang.settings.width import PLAIN
 
 if TYPE_CHECKING:
@@ -59,13 +60,8 @@ class Block:
         """Blocks of all rows but the last; copies. runner: whose requests these are."""
         ids, positions, slots = (of[:, :-1].contiguous() for of in (self.ids, self.positions, self.slots))
         rows = Rows(ids.view(-1), positions.view(-1), slots.view(-1))
-        loc_plan = runner.kv_index_translator.plan(
-            req_pool_indices=self.requests,
-            seq_lens=self.prefix_lens,
-            seq_lens_cpu=self.kv_len_bounds - self.size,
-            write_virtual=rows.slots,
-            read_extent=self.size - 1,
-        )
+        prefixes = self.kv_len_bounds - self.size
+        loc_plan = slot_plan(runner, self.requests, self.prefix_lens, prefixes, rows.slots, self.size - 1)
         in_rings = None if self.draft_slots is None else self.draft_slots[:, :-1].contiguous()
         return replace(
             self, ids=ids, positions=positions, slots=slots, kv_len_bounds=self.kv_len_bounds - 1,
@@ -103,9 +99,7 @@ class BlockBuilder:
             return torch.empty(rows, dtype=torch.int64, device=self._req_to_token.device)
 
         rows = max_requests * block_size
-        self._own = GraphInputs(
-            buffer(rows), buffer(rows), buffer(rows), buffer(max_requests), buffer(max_requests)
-        )
+        self._own = GraphInputs(*map(buffer, (rows, rows, rows, max_requests, max_requests)))
         self._tensors, self._rows = self._views(self._own, 0, block_size)
 
     def build(self, batch: ScheduleBatch, width: int) -> Block:
@@ -124,13 +118,8 @@ class BlockBuilder:
             kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
             prefixes = kv_len_bounds.numpy() - width
             prefixes_sum = batch.spec_info.nxt_kv_lens_sum - bs * width
-        loc_plan = self._runner.kv_index_translator.plan(
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=torch.from_numpy(prefixes),
-            write_virtual=self._rows.slots,
-            read_extent=width,
-        )
+        of_requests = batch.req_pool_indices, tensors.prefix_lens, torch.from_numpy(prefixes)
+        loc_plan = slot_plan(self._runner, *of_requests, self._rows.slots, width)
         block = Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
         if self._draft_slots is not None:
             block.draft_slots = self._draft_slots(block.requests, block.prefix_lens, block.slots)

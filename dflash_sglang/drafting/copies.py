@@ -90,15 +90,9 @@ class Copies:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
         del batch
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
-        rows = CopyRows(
-            proposals.tokens,
-            block.slots,
-            block.prefix_lens,
-            block.requests,
-            Candidates(proposals.candidates, proposals.probs) if drawn else None,
-            proposals.logprobs,
-            proposals.best,
-        )
+        drawn_from = Candidates(proposals.candidates, proposals.probs) if drawn else None
+        of_block = proposals.tokens, block.slots, block.prefix_lens, block.requests
+        rows = CopyRows(*of_block, drawn_from, proposals.logprobs, proposals.best)
         if block.size > 1:
             find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
         write_copies(rows, self._tables)

@@ -74,9 +74,7 @@ class Proposer:
         self._all_rows = model.head.all_rows
         self._no_rows = torch.empty((0, model.config.hidden_size), dtype=runner.dtype, device=runner.device)
         self._blocks = torch.empty(
-            max_requests * block_size if model.spec.has_row_less else 0,
-            dtype=torch.int64,
-            device=runner.device,
+            max_requests * block_size if model.spec.has_row_less else 0, dtype=torch.int64, device=runner.device
         )
         self._serve(block_size)
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
@@ -182,9 +180,7 @@ class Proposer:
         if self._window is not None:
             seen = self._window.cut(block)
             reads: dict[str, Any] = dict(
-                seq_lens=seen.prefix_lens,
-                seq_lens_cpu=seen.kv_len_bounds - block.size,
-                read_extent=block.size,
+                seq_lens=seen.prefix_lens, seq_lens_cpu=seen.kv_len_bounds - block.size, read_extent=block.size
             )
             if block.draft_slots is None:
                 loc_plan = loc_plan.reads_from(translator, **reads)

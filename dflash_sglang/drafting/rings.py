@@ -12,14 +12,7 @@ from torch import Tensor
 
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.window import DraftWindow
-from dflash_sglang.kernels.context.rings import (
-    SLOT,
-    Moves,
-    RingShape,
-    RingTables,
-    assign_slots,
-    take_over,
-)
+from dflash_sglang.kernels.context.rings import SLOT, Moves, RingShape, RingTables, assign_slots, take_over
 from dflash_sglang.models.context_kv.projection import ContextKV
 from dflash_sglang.sglang_names.scheduler import KVLocPlan, ScheduleBatch, async_h2d, is_pin_memory_available
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
+from dflash_sglang.checkpoint.family_specs import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.kernels.head.selector_walk import Draw, Lattice

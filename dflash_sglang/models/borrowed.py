@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from dflash_sglang.models.block_embedding import BlockEmbedding
 from dflash_sglang.models.head.draft_head import HeadCopy
 from dflash_sglang.models.head.target_head import TargetHead
+from dflash_sglang.sglang_names.scheduler import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     from dflash_sglang.checkpoint import DraftSpec
     from dflash_sglang.checkpoint.mtp import MtpSpec
+
+
+@dataclass(frozen=True)
+class BlockEmbedding:
+    """Block ids -> rows, capturable. No module: a table that is the target's must not become the draft's."""
+
+    table: nn.Module
+    scale: float = 1.0  # factor on all rows
+    mask_row: Tensor | None = (
+        None  # [hidden], stands for that of `mask_token_id` in the table, which stays as it is
+    )
+    mask_token_id: int | None = None
+    as_stored: bool = False  # the rows of a table whose module scales them are taken unscaled
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, hidden]"""
+        as_stored = self.as_stored and isinstance(self.table, nn.Embedding)
+        rows = nn.functional.embedding(ids, self.table.weight) if as_stored else self.table(ids)
+        if self.mask_row is not None:
+            rows = torch.where((ids == self.mask_token_id)[:, None], self.mask_row.to(rows.dtype), rows)
+        return rows if self.scale == 1.0 else rows * self.scale
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Borrowed:
 class BorrowingDraft(nn.Module):
     """What SGLang's runner asks of a draft model. Its `bind_target` sets `borrowed`, once, after loading."""
 
+    draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     spec: DraftSpec | MtpSpec
 
     def __init__(self) -> None:
@@ -49,6 +74,29 @@ class BorrowingDraft(nn.Module):
         """Keys to the left of a query that a sliding layer sees; None without sliding layers."""
         windows = [layer.window for layer in self.spec.layers if layer.window is not None]
         return max(windows) - 1 if windows else None
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+        get_embedding: bool = False,
+        pp_proxy_tensors: Any = None,
+    ) -> LogitsProcessorOutput:
+        """One forward, as `drafted`. There are no logits: what proposes is a part of it, or the tail of its graph.
+
+        `get_embedding` and `pp_proxy_tensors` are the runner's and have no meaning for a draft.
+        """
+        hidden_states = self.drafted(input_ids, positions, forward_batch, input_embeds)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+
+    def drafted(
+        self, ids: Tensor, positions: Tensor, forward_batch: ForwardBatch, embedded: Tensor | None
+    ) -> Tensor:
+        """ids and positions [rows] -> hidden states [rows, hidden]. embedded [rows, hidden]: of the ids."""
+        raise NotImplementedError
 
     def post_load_weights(self) -> None:
         """Called by the loaders that fill the parameters without `load_weights` (dummy, sharded state)."""

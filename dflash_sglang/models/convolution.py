@@ -48,12 +48,9 @@ class GroupedConvolution(nn.Module):
         self.block_size = block_size
         self.taps, self.groups = spec.taps, hidden_size // spec.group_size
         self.base_kernel = nn.Parameter(torch.empty(2, spec.taps, hidden_size), requires_grad=False)
+        rows, prefix = 2 * spec.taps * self.groups, f"{prefix}.kernel_projection"
         self.kernel_projection = ReplicatedLinear(
-            hidden_size,
-            2 * spec.taps * self.groups,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.kernel_projection",
+            hidden_size, rows, bias=False, quant_config=quant_config, prefix=prefix
         )
 
     def before(self, rows: Tensor) -> tuple[Tensor, Tensor]:

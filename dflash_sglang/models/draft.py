@@ -5,36 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
-from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.families import Family
 from dflash_sglang.checkpoint.files import draft_config, tensor_facts, weights_directory
 from dflash_sglang.checkpoint.left_out import Flags
-from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_modules
-from dflash_sglang.checkpoint.shapes import layer_shapes
-from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, OwnModules, head_rows, own_in_words, own_modules
+from dflash_sglang.checkpoint.shapes import STACKED, dense_shapes, layer_shapes
+from dflash_sglang.models.borrowed import BlockEmbedding, Borrowed, BorrowingDraft
 from dflash_sglang.models.convolution import ConvolvedLayer
 from dflash_sglang.models.domino import DominoEdges, PrefixGRU, embed_proj
 from dflash_sglang.models.edges import Edges
 from dflash_sglang.models.head.draft_head import build_draft_head
 from dflash_sglang.models.head.target_head import find_embedding, find_head
 from dflash_sglang.models.layers import DraftLayer, Quantisation, rms_norm
-from dflash_sglang.models.loading.stacking import STACKED, still_missing
+from dflash_sglang.models.loading.stacking import still_missing
 from dflash_sglang.models.loading.weights import load_checkpoint, load_update
 from dflash_sglang.settings.plugin_config import DraftHeadForm
-from dflash_sglang.sglang_names.scheduler import (
-    DraftParallelSpec,
-    DraftTPExecution,
-    LogitsProcessorOutput,
-    WeightsMapper,
-    get_model,
-    get_spec,
-)
+from dflash_sglang.sglang_names.scheduler import WeightsMapper, get_model, get_spec
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
@@ -50,7 +42,6 @@ class DFlashDraftModel(BorrowingDraft):
 
     spec: DraftSpec
 
-    draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     packed_modules_mapping = {
         packed: [name for name, (owner, _) in STACKED.items() if owner == packed]
         for packed in ("qkv_proj", "gate_up_proj")
@@ -67,21 +58,16 @@ class DFlashDraftModel(BorrowingDraft):
         self.spec = spec = DraftSpec.from_config(draft_config(path, revision), Flags.of(get_spec()))
         base = f"{prefix}." if prefix else ""
         self.num_features = len(spec.target_layer_ids)
-        self.fc = ReplicatedLinear(
-            self.num_features * spec.hidden_size,
-            spec.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{base}fc",
-        )
-        self.hidden_norm = rms_norm(spec, spec.hidden_size)
+        hidden, features = spec.hidden_size, self.num_features * spec.hidden_size
+        self.fc = ReplicatedLinear(features, hidden, bias=False, quant_config=quant_config, prefix=f"{base}fc")
+        self.hidden_norm = rms_norm(spec, hidden)
         self.layers = nn.ModuleList(
             self.layer_class(spec)(spec, i, quant_config, f"{base}layers.{i}") for i in range(spec.num_layers)
         )
-        self.norm = rms_norm(spec, spec.hidden_size)
+        self.norm = rms_norm(spec, hidden)
         if spec.domino is not None:
-            self.prefix_gru = PrefixGRU(spec.hidden_size, spec.domino.state_size)
-            self.embed_proj = embed_proj(spec.domino, spec.hidden_size, spec.vocab_size)
+            self.prefix_gru = PrefixGRU(hidden, spec.domino.state_size)
+            self.embed_proj = embed_proj(spec.domino, hidden, spec.vocab_size)
         directory = weights_directory(path, revision, get_model().download_dir)
         self._add_own_modules(own_modules(directory, tensor_facts(directory)), quant_config, base)
 
@@ -115,7 +101,7 @@ class DFlashDraftModel(BorrowingDraft):
 
     def _add_own_modules(self, own: OwnModules, quant_config: Quantisation, base: str) -> None:
         """Embedding and head are sharded over the vocabulary, as the target's are."""
-        hidden = self.spec.hidden_size
+        hidden, self.own_modules = self.spec.hidden_size, own_in_words(self.spec, own)
         if own.embedding is not None:
             self.embed_tokens = VocabParallelEmbedding(
                 self.spec.vocab_size, hidden, quant_config=quant_config, prefix=f"{base}embed_tokens"
@@ -149,34 +135,19 @@ class DFlashDraftModel(BorrowingDraft):
         """
         self._keep_what_no_update_brings()
         spec, scale = self.spec, self.spec.vocabulary.embedding_scale
-        table = getattr(self, "embed_tokens", None)
-        lm_head = getattr(self, "lm_head", None)
+        table, lm_head = getattr(self, "embed_tokens", None), getattr(self, "lm_head", None)
         if table is None:
             table = find_embedding(target_model, same_batch)
             # A target whose embedding is scaled outside of its module says by how much.
             by_target = getattr(target_model, "get_dflash_noise_embedding_scale", None)
             scale = _one_scale(scale, 1.0 if by_target is None else float(by_target()), target_model)
-        head, head_copy, head_form = build_draft_head(
-            lm_head or find_head(target_model),
-            spec.vocabulary,
-            self.target_ids if token_map is None else token_map.to(self.norm.weight.device),
-            token_map,
-            draft_head,
-            same_batch,
-            vocab_size if self.has_own_head and self.target_ids is None else None,
-        )
-        self.borrowed = Borrowed(
-            embedding=BlockEmbedding(
-                table,
-                scale,
-                getattr(self, MASK_EMBEDDING, None),
-                spec.mask_token_id,
-                as_stored=spec.speculators,  # as training reads it, from the file of the target
-            ),
-            head=head,
-            head_copy=head_copy,
-            head_form=head_form,
-        )
+        mask_row = getattr(self, MASK_EMBEDDING, None)
+        # A speculators draft was trained on the table as it is in the target's file.
+        embedding = BlockEmbedding(table, scale, mask_row, spec.mask_token_id, as_stored=spec.speculators)
+        ids = self.target_ids if token_map is None else token_map.to(self.norm.weight.device)
+        tokens = vocab_size if self.has_own_head and self.target_ids is None else None
+        of_rows = lm_head or find_head(target_model), spec.vocabulary, ids, token_map
+        self.borrowed = Borrowed(embedding, *build_draft_head(*of_rows, draft_head, same_batch, tokens))
         return self.borrowed
 
     def _keep_what_no_update_brings(self) -> None:
@@ -194,70 +165,31 @@ class DFlashDraftModel(BorrowingDraft):
         """Whether proposals come from a head of the draft's checkpoint."""
         return hasattr(self, "lm_head")
 
-    @property
-    def own_modules(self) -> str:
-        """What the draft has in place of the target's, for the start-up line."""
-        head, embedding = getattr(self, "lm_head", None), getattr(self, "embed_tokens", None)
-        parts = [
-            f"head of {head.org_vocab_size} tokens" if head is not None else None,
-            f"embedding of {embedding.org_vocab_size} tokens" if embedding is not None else None,
-            "mask row" if hasattr(self, MASK_EMBEDDING) else None,
-        ]
-        return ", ".join(part for part in parts if part is not None) or "none"
-
     def forward_embed(self, input_ids: Tensor) -> Tensor:
         """Block ids [T] -> [T, hidden]. Its presence makes SGLang's graph runner embed inside of the graph."""
         return self._bound().embedding(input_ids).to(self.norm.weight.dtype)
 
-    @torch.no_grad()
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        forward_batch: ForwardBatch,
-        input_embeds: Tensor | None = None,
-        get_embedding: bool = False,
-        pp_proxy_tensors: Any = None,
-    ) -> LogitsProcessorOutput:
-        """One pass over blocks: input_ids and positions [bs * block] -> hidden_states [bs * block, hidden]
-        after the final norm; no logits: the graph's tail proposes.
-
-        `get_embedding` and `pp_proxy_tensors` are the runner's and have no meaning for a draft.
-        """
-        hidden_states = self.forward_embed(input_ids) if input_embeds is None else input_embeds
+    def drafted(
+        self, ids: Tensor, positions: Tensor, forward_batch: ForwardBatch, embedded: Tensor | None
+    ) -> Tensor:
+        """One pass over blocks [bs * block], up to the final norm."""
+        hidden_states = self.forward_embed(ids) if embedded is None else embedded
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states, _ = self.norm(hidden_states, residual)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden_states)
+        return hidden_states
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads a whole checkpoint the first time; any part of one afterwards (a weight update), or nothing of it.
 
         Raises ValueError naming the tensor that is missing, unexpected or of the wrong shape.
         """
-        if self._loaded:
-            load_update(self, self.checkpoint_shapes, weights)
-        else:
-            load_checkpoint(self, self.checkpoint_shapes, weights)
-            self._loaded = True
-
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        """By checkpoint name, of whole tensors that are not packed. Scalars, and what belongs to a quantisation
-        alone, are their loaders' to judge."""
-        shapes = {
-            name: tuple(parameter.shape)
-            for name, parameter in self.named_parameters()
-            if not hasattr(parameter, "weight_loader") and parameter.numel() > 1
-        }
-        for name, module in self.named_modules():
-            if isinstance(module, ReplicatedLinear):
-                shapes[f"{name}.weight"] = (module.output_size, module.input_size)
-            elif isinstance(module, VocabParallelEmbedding):  # a head is one, too
-                shapes[f"{name}.weight"] = (module.org_vocab_size, self.spec.hidden_size)
-            elif isinstance(module, GemmaRMSNorm):
-                shapes[f"{name}.weight"] = tuple(module.weight.shape)
-        return {**shapes, **layer_shapes(self.spec)}
+        hidden, shapes = self.spec.hidden_size, dense_shapes(self.spec) | layer_shapes(self.spec)
+        own = [name for name in ("lm_head", "embed_tokens") if hasattr(self, name)]
+        shapes |= {f"{name}.weight": (getattr(self, name).org_vocab_size, hidden) for name in own}
+        (load_update if self._loaded else load_checkpoint)(self, shapes | {MASK_EMBEDDING: (hidden,)}, weights)
+        self._loaded = True
 
 
 def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> float:
@@ -268,6 +200,12 @@ def _one_scale(of_draft: float, of_target: float, target_model: nn.Module) -> fl
             "input_embedding_scale, or serve the target that the draft was trained for."
         )
     return of_draft * of_target
+
+
+def under_its_names(model: type[DFlashDraftModel], family: Family) -> list[type[DFlashDraftModel]]:
+    """A class for each architecture of the family: SGLang finds a model by the name of its class."""
+    others = (name for name in family.architectures if name != model.__name__)
+    return [model, *(type(name, (model,), {}) for name in others)]
 
 
 EntryClass = [DFlashDraftModel]

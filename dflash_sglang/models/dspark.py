@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dflash_sglang.checkpoint.families import DSPARK
 from dflash_sglang.checkpoint.family_specs import GATED, RNN
 from dflash_sglang.kernels.head.selector_walk import Codebooks, Draw, Lattice
-from dflash_sglang.models.draft import DFlashDraftModel
+from dflash_sglang.models.draft import DFlashDraftModel, under_its_names
 from dflash_sglang.models.edges import CANDIDATES, CodebookEdges, walk_with_state
 from dflash_sglang.models.layers import Quantisation
 
@@ -119,19 +120,5 @@ class DSparkDraftModel(DFlashDraftModel):
     def edges(self) -> MarkovHead | None:
         return self.markov_head
 
-    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = super().checkpoint_shapes()
-        if self.markov_head is not None and self.target_ids is not None:
-            shapes["markov_head.markov_w2.weight"] = (len(self.target_ids), self.markov_head.markov_w2.in_features)
-        return shapes
 
-
-class Qwen3DSparkModel(DSparkDraftModel):
-    """The same model under another name."""
-
-
-class LingDSparkModel(DSparkDraftModel):
-    """The same model under another name."""
-
-
-EntryClass = [DSparkDraftModel, Qwen3DSparkModel, LingDSparkModel]
+EntryClass = under_its_names(DSparkDraftModel, DSPARK)

@@ -86,15 +86,10 @@ def walk_with_state(
     probs = []
     for step in range(steps):
         query, state = advance(step, lattice.hidden[:, step], tokens[:, step], state)
-        probs.append(
-            selector_walk(
-                codebooks,
-                Lattice(candidates[step], logits[step], query[:, None]),
-                tokens[:, step : step + 2],
-                None if sure is None else sure[step],
-                None if draw is None or noise is None else draw._replace(noise=noise[step]),
-            )
-        )
+        of_step = Lattice(candidates[step], logits[step], query[:, None])
+        logprob = None if sure is None else sure[step]
+        drawn = None if draw is None or noise is None else draw._replace(noise=noise[step])
+        probs.append(selector_walk(codebooks, of_step, tokens[:, step : step + 2], logprob, drawn))
     if logprobs is not None and sure is not None:
         logprobs.copy_(sure[..., 0].T)
     return None if draw is None else torch.cat([of for of in probs if of is not None], dim=1)

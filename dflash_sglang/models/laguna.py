@@ -29,12 +29,9 @@ class GatedAttention(DraftAttention):
     def __init__(self, spec: DraftSpec, layer_id: int, quant_config: Quantisation, prefix: str) -> None:
         super().__init__(spec, layer_id, quant_config, prefix)
         assert spec.laguna is not None
+        gates, quant_config = spec.num_heads * spec.laguna.gates, of_checkpoint(quant_config, spec)
         self.g_proj = ColumnParallelLinear(
-            spec.hidden_size,
-            spec.num_heads * spec.laguna.gates,
-            bias=False,
-            quant_config=of_checkpoint(quant_config, spec),
-            prefix=f"{prefix}.g_proj",
+            spec.hidden_size, gates, bias=False, quant_config=quant_config, prefix=f"{prefix}.g_proj"
         )
 
     def _attend(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:

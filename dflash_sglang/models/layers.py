@@ -1,8 +1,9 @@
-"""The decoder layer of a DFlash draft on SGLang's layers: attention, MLP and their residual stream."""
+"""The decoder layer of a DFlash draft on SGLang's layers: attention, its RoPE, MLP and their residual stream."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.layers.activation import SiluAndMul
@@ -10,17 +11,49 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, get_rope
 from sglang.srt.model_loader.weight_utils import sharded_weight_loader
 from sglang.srt.utils.common import set_weight_attrs
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.draft_spec import SwigluClamp
-from dflash_sglang.models.rope import draft_rope
 from dflash_sglang.sglang_names.scheduler import ForwardBatch, swiglu_oai_split, table_qk_norm_rope_
 
 Quantisation: TypeAlias = QuantizationConfig | None
+
+
+def draft_rope(spec: DraftSpec) -> RotaryEmbedding:
+    """One module per spec and dtype, shared by the layers; `_ensure_cos_sin_cache_length` extends its table."""
+    return get_rope(
+        spec.head_dim,
+        rotary_dim=spec.rope.rotary_dim,
+        max_position=spec.max_position_embeddings,
+        base=spec.rope.theta,
+        is_neox_style=spec.rope.is_neox,
+        rope_scaling=None if spec.rope.scaling is None else _as_sglang_reads(spec.rope.scaling),
+    )
+
+
+def _as_sglang_reads(scaling: dict[str, Any]) -> dict[str, Any]:
+    """The scaling in the terms of `get_rope`."""
+    if scaling["rope_type"] in ("llama3", "proportional"):
+        return scaling
+    factor = float(scaling["factor"])
+    if scaling["rope_type"] == "linear":
+        # SGLang's own linear table is extended unscaled. Of llama3's frequencies those whose wavelength exceeds
+        # the original length are divided by the factor: with a length of 1, all of them.
+        one = dict(original_max_position_embeddings=1, low_freq_factor=1.0, high_freq_factor=1.0)
+        return {"rope_type": "llama3", "factor": factor, **one}
+    yarn = {**scaling, "factor": factor}
+    magnitude = yarn.pop("attention_factor", None)
+    if magnitude is not None or not (yarn.get("mscale") and yarn.get("mscale_all_dim")):
+        yarn.pop("mscale", None)
+        yarn.pop("mscale_all_dim", None)
+    if magnitude is not None:
+        # SGLang multiplies attn_factor with the magnitude that it derives from the factor.
+        yarn["attn_factor"] = magnitude / (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    return yarn
 
 
 def rms_norm(spec: DraftSpec, size: int) -> RMSNorm | GemmaRMSNorm:
@@ -45,25 +78,17 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.head_dim = spec.head_dim
         self.value_scale = spec.attention_value_scale
+        hidden, heads, bias = spec.hidden_size, (spec.num_heads, spec.num_kv_heads), spec.attention_bias
         self.qkv_proj = QKVParallelLinear(
-            spec.hidden_size,
-            spec.head_dim,
-            spec.num_heads,
-            spec.num_kv_heads,
-            bias=spec.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
+            hidden, self.head_dim, *heads, bias=bias, quant_config=quant_config, prefix=f"{prefix}.qkv_proj"
         )
         self.num_heads: int = self.qkv_proj.num_heads
         self.num_kv_heads: int = self.qkv_proj.num_kv_heads
         self.q_size = self.num_heads * spec.head_dim
         self.kv_size = self.num_kv_heads * spec.head_dim
+        columns = spec.num_heads * spec.head_dim
         self.o_proj = RowParallelLinear(
-            spec.num_heads * spec.head_dim,
-            spec.hidden_size,
-            bias=spec.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.o_proj",
+            columns, hidden, bias=bias, quant_config=quant_config, prefix=f"{prefix}.o_proj"
         )
         self.q_norm = rms_norm(spec, spec.head_dim)
         self.k_norm = rms_norm(spec, spec.head_dim)
@@ -127,17 +152,9 @@ class DraftAttention(nn.Module):
 
     def _norm_rope_in_place(self, qk: Tensor, positions: Tensor, num_q_heads: int) -> None:
         """qk [T, >= (num_q_heads + num_kv_heads) * head_dim]: query heads, then key heads, then anything."""
-        table_qk_norm_rope_(
-            qk,
-            positions,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.rotary_emb.cos_sin_cache,
-            num_q_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.k_norm.variance_epsilon,
-        )
+        tables = self.q_norm.weight, self.k_norm.weight, self.rotary_emb.cos_sin_cache
+        sizes = num_q_heads, self.num_kv_heads, self.head_dim
+        table_qk_norm_rope_(qk, positions, *tables, *sizes, self.k_norm.variance_epsilon)
 
 
 def _sinks(num_heads: int) -> nn.Parameter:
@@ -183,19 +200,12 @@ class DraftMLP(nn.Module):
 
     def __init__(self, spec: DraftSpec, quant_config: Quantisation, prefix: str) -> None:
         super().__init__()
+        hidden, size = spec.hidden_size, spec.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
-            spec.hidden_size,
-            [spec.intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
+            hidden, [size, size], bias=False, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
         )
         self.down_proj = RowParallelLinear(
-            spec.intermediate_size,
-            spec.hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
+            size, hidden, bias=False, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
         self.act_fn = SiluAndMul() if spec.swiglu_clamp is None else ClampedSwiglu(spec.swiglu_clamp)
 

@@ -1,4 +1,4 @@
-"""Alarm: judges acceptance by its counts alone, and tells a broken draft from hard text.
+"""Alarm: judges acceptance by its counts alone, tells a broken draft from hard text, and says what to check.
 
 Steps of a request whose proposals were copied are left out: copies come true whatever the draft is worth.
 
@@ -10,9 +10,12 @@ it (`Window.broken`). The block and the widths that are served do not change it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from dflash_sglang.broken import POSITIONS, Window
+from dflash_sglang.checkpoint.in_words import TARGET, TEXT, PairFacts
+from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.observe.counts import Totals
 
 CHANCE, FELL, NONE = "chance_level", "fell", "none"
@@ -21,6 +24,7 @@ STATES = (CHANCE, FELL)
 WINDOW = 1000  # request-steps that verify these positions
 STAYS = 3  # windows in a row that raise an alarm
 SILENCE = 3600.0  # seconds between two lines
+PAGE = "docs/guide/troubleshooting.md"
 
 
 class Raised(NamedTuple):
@@ -73,3 +77,35 @@ class Alarm:
         self._low = self._low + 1 if low else 0
         if self.before is None and not low:
             self.before = self._seen
+
+
+@dataclass
+class Causes:
+    """The pair that serves. `context_tokens`: of all request-steps together."""
+
+    pair: PairFacts
+    context_tokens: int = 0
+
+    def line(self, raised: Raised, request_steps: int) -> str:
+        """Return the one line. request_steps: since start-up."""
+        causes = [*self.pair.causes(self.context_tokens // max(request_steps, 1), "on average"), TARGET, TEXT]
+        if raised.state == FELL:  # the checkpoints are as they were
+            updated = "weights of the target were updated, and the draft's were not"
+            if isinstance(self.pair.spec, MtpSpec):  # an update of the target reaches them
+                updated = "weights of the target were updated without those of its multi-token-prediction layers"
+            causes = [updated, TARGET, TEXT, *causes[:-2]]
+        listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, start=1))
+        return f"dflash_sglang acceptance alarm: {_seen(raised)} Check, likeliest first: {listed}. See {PAGE}"
+
+
+def _seen(raised: Raised) -> str:
+    before = "" if raised.before is None else f" After warm-up they were {_shares(raised.before)}."
+    positions = " ".join(map(str, range(1, len(raised.seen) + 1)))
+    return (
+        "the draft proposes as if it did not see the target's context. Shares of request-steps that accept "
+        f"proposal {positions}, with all before it: {_shares(raised.seen)}.{before}"
+    )
+
+
+def _shares(window: Window) -> str:
+    return f"{' '.join(f'{share:.0%}' for share in window)} (accept length about {window.accept_length:.1f})"

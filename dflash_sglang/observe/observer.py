@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dflash_sglang.observe.alarm import Alarm
-from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.alarm import Alarm, Causes
 from dflash_sglang.observe.counts import Counts, DoneStep, Shape, Totals
 from dflash_sglang.observe.series import Series
 

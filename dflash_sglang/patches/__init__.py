@@ -1,1 +1,1 @@
-"""What this package changes in SGLang at run time, one module for each change."""
+"""What this package changes in SGLang at run time, a module for what changes together."""

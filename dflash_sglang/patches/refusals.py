@@ -14,14 +14,7 @@ from dflash_sglang.sglang_names.probe import SGLangMismatchError
 from dflash_sglang.startup.facts import LoadError, StartupError
 
 # Their messages say what to change; where they were raised helps nobody.
-REFUSALS = (
-    StartupError,
-    LoadError,
-    PluginConfigError,
-    DraftConfigError,
-    TokenMapError,
-    SGLangMismatchError,
-)
+REFUSALS = (StartupError, LoadError, PluginConfigError, DraftConfigError, TokenMapError, SGLangMismatchError)
 
 
 @functools.cache

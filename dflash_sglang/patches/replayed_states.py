@@ -130,18 +130,9 @@ def move_states_in_forward(attention: Any) -> None:
 
     def decode(*, layer: Any, query: Any, key: Any, value: Any, a: Any, b: Any, **of_batch: Any) -> torch.Tensor:
         # Of the kernel that verifies: FlashInfer's for decode would write to the last slot for padding.
-        return backend.kernel_dispatcher.verify_kernel.decode(
-            query,
-            key,
-            value,
-            a,
-            b,
-            A_log=layer.A_log,
-            dt_bias=layer.dt_bias,
-            ssm_states=of_batch["ssm_states"],
-            cache_indices=of_batch["cache_indices"],
-            query_start_loc=of_batch["query_start_loc"],
-        )
+        kernel = backend.kernel_dispatcher.verify_kernel
+        states = {name: of_batch[name] for name in ("ssm_states", "cache_indices", "query_start_loc")}
+        return kernel.decode(query, key, value, a, b, A_log=layer.A_log, dt_bias=layer.dt_bias, **states)
 
     replace("replay-of-one", backend, decode)
 

@@ -45,14 +45,10 @@ def ensure_capture(
     """
     ids = tuple(layer_ids)
     asked = ids if asked is None else tuple(asked)
-    expected = ids
-    set_layers = _capture_method(target_model)
-    body = _body(target_model)
-    if body is not None and _is_one_of(body, _BY_INPUT):
-        if asked == ids:
-            ids = tuple(i - 1 for i in ids)
-        expected = tuple(i + 1 for i in ids)
-        set_layers = functools.partial(_set_inputs, set_layers)
+    set_layers, body = _capture_method(target_model), _body(target_model)
+    by_input = int(body is not None and _is_one_of(body, _BY_INPUT))
+    if by_input and asked == ids:
+        ids = tuple(i - 1 for i in ids)
     if body is not None and not hasattr(body, "set_dflash_layers_to_capture"):
         # Qwen3-VL's wrapper calls it on its body, which has it in the mixture-of-experts model alone.
         body.set_dflash_layers_to_capture = functools.partial(setattr, body, "layers_to_capture")
@@ -62,12 +58,14 @@ def ensure_capture(
             "transformer body (a module with layers and layers_to_capture) to reorder at. "
             "Serve this draft on another target class."
         )
+    captured: Sequence[int] = ids
     outside = body is not None and _is_one_of(body, _WITHOUT_RESIDUAL)
     if body is not None and (list(ids) != sorted(ids) or ids[-1] == _last_layer(body) or outside):
         features = _OrderedFeatures(body, ids)
         features.install()
-        set_layers = functools.partial(_set_model_layers, set_layers, features)
-    target_model.set_dflash_layers_to_capture = functools.partial(_checked, expected, set_layers, list(ids))
+        captured = features.model_ids
+    named, of_model = (tuple(i + by_input for i in of) for of in (ids, captured))
+    target_model.set_dflash_layers_to_capture = functools.partial(_checked, named, set_layers, list(of_model))
 
 
 def deliver_hidden_states(target_model: torch.nn.Module) -> None:
@@ -93,10 +91,7 @@ def _capture_method(target_model: torch.nn.Module) -> Callable[[list[int]], None
 
 
 def _checked(
-    expected: tuple[int, ...],
-    set_layers: Callable[[list[int]], None],
-    ids: list[int],
-    layer_ids: Sequence[int],
+    expected: tuple[int, ...], set_layers: Callable[[list[int]], None], ids: list[int], layer_ids: Sequence[int]
 ) -> None:
     if tuple(layer_ids) != expected:
         raise CaptureError(
@@ -104,16 +99,6 @@ def _checked(
             "Check --json-model-override-args against the draft's config.json."
         )
     set_layers(ids)
-
-
-def _set_inputs(set_layers: Callable[[list[int]], None], ids: Sequence[int]) -> None:
-    set_layers([i + 1 for i in ids])
-
-
-def _set_model_layers(
-    set_layers: Callable[[list[int]], None], features: _OrderedFeatures, layer_ids: Sequence[int]
-) -> None:
-    set_layers(features.model_ids)
 
 
 def _body(target_model: torch.nn.Module) -> Any:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dflash_sglang.models.loading.updates import (
-    CheckpointWeightUpdater,
-    DraftWeightUpdater,
-    TargetWeightUpdater,
-)
+from dflash_sglang.models.loading.updates import CheckpointWeightUpdater, DraftWeightUpdater, TargetWeightUpdater
 from dflash_sglang.patches.apply import replace
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner
 

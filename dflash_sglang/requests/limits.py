@@ -3,7 +3,7 @@ narrower than N, commit at most M tokens of it, and copy nothing of its text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_sglang.requests.errors import RequestError, shown
@@ -13,6 +13,8 @@ from dflash_sglang.settings.width import WidthConfig
 KEY = "dflash"
 MIN, MAX, COPY = "min_width", "max_width", "copy"
 LIMITS = (MIN, MAX, COPY)
+CUSTOM = "custom_params"
+_OBJECTS = ("sampling_params", "extra_body", CUSTOM)  # in which clients put fields
 
 
 def width_bounds(custom_params: Any) -> tuple[int | None, int | None]:
@@ -71,3 +73,24 @@ def _forbidden(name: str, value: int, expected: str, change: str, setting: str) 
         f"custom_params {KEY}: {name}={shown(value)}: expected {expected} on this server. {change} it, leave it "
         f'out, or have the server\'s operator change {setting} of "width" in {CONFIG_ENV}.'
     )
+
+
+def misplaced(body: Any, place: str) -> str | None:
+    """The error of a decoded JSON body with limits on drafting outside of `place`, None without.
+
+    place: the path of the endpoint's custom_params, such as "sampling_params.custom_params".
+    """
+    for path in _limits(body, ""):
+        if not path.startswith(f"{place}."):
+            return f'{path}: expected limits on drafting in {place}: {{"{KEY}": {{"{MAX}": N}}}}. Move it there.'
+    return None
+
+
+def _limits(fields: Any, path: str) -> Iterator[str]:
+    if not isinstance(fields, dict):
+        return
+    for name, value in fields.items():
+        if name in (KEY, *LIMITS):
+            yield path + name
+        elif name in _OBJECTS:
+            yield from _limits(value, f"{path}{name}.")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dflash_sglang.checkpoint import DraftConfigError, DraftSpec, is_speculators
-from dflash_sglang.checkpoint.anchor import anchor_field
+from dflash_sglang.checkpoint.draft_spec import anchor_field
 from dflash_sglang.checkpoint.families import (
     DFLASH2,
     LAGUNA,
@@ -40,7 +40,7 @@ from dflash_sglang.sglang_names.launcher import (
     transformers_wrapper,
 )
 from dflash_sglang.startup.facts import GPU_DRAFT_BACKENDS, Problem, ServingFacts, StartupError, TargetFacts
-from dflash_sglang.startup.fit_checks import config_problems, draft_problems, pool_problems
+from dflash_sglang.startup.fit_checks import draft_problems, pool_problems
 from dflash_sglang.startup.launch_checks import launch_problems
 from dflash_sglang.startup.mtp_checks import mtp_problems
 from dflash_sglang.startup.quantisation_checks import MODELOPT, quantisation_problems
@@ -70,7 +70,8 @@ def check_startup(server_args: Any) -> Foreign | None:
         if other is not None and cfg.speculative_draft_model_path is not None:
             _refuse_what_no_worker_reads(cfg, other, server_args)
     except DraftConfigError as error:
-        raise StartupError([*problems, *config_problems(error)]) from error
+        refused = (Problem(f"draft config {of.field}", of.value, of.expected, of.fix) for of in error.all)
+        raise StartupError([*problems, *refused]) from error
     return other
 
 
@@ -82,12 +83,9 @@ def serve_trained_block(server_args: Any) -> None:
     if cfg.speculative_dflash_block_size is not None or cfg.speculative_num_draft_tokens is not None:
         return
     config = draft_config(cfg.speculative_draft_model_path, cfg.speculative_draft_model_revision)
-    if holds_mtp(config):
-        block = MtpSpec.from_config(config).block_size
-        declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=block)
-        return
-    spec = DraftSpec.from_config(config, Flags.of(cfg))
-    if spec.draft_rows(spec.block_size) != spec.block_size:
+    of_target = holds_mtp(config)
+    spec = MtpSpec.from_config(config) if of_target else DraftSpec.from_config(config, Flags.of(cfg))
+    if of_target or spec.draft_rows(spec.block_size) != spec.block_size:
         declare_resolution(server_args, "dflash_sglang", speculative_num_draft_tokens=spec.block_size)
 
 

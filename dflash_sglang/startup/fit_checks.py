@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_sglang.checkpoint import DraftConfigError, DraftSpec
+from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.own_modules import OwnModules
 from dflash_sglang.startup.facts import Problem, ServingFacts, TargetFacts
@@ -39,11 +39,6 @@ def draft_problems(
         *(own_problems(spec, target, own) if tensors else unread_problems(spec, target)),
         *_layer_id_problems(spec, target),
     ]
-
-
-def config_problems(error: DraftConfigError) -> list[Problem]:
-    """The fields that DraftSpec refused, as problems."""
-    return [Problem(f"draft config {one.field}", one.value, one.expected, one.fix) for one in error.all]
 
 
 def pool_problems(config: Mapping[str, Any]) -> Iterator[Problem]:

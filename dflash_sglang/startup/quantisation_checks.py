@@ -116,7 +116,7 @@ def _compressed_tensors_problems(quantisation: Mapping[str, Any]) -> Iterator[Pr
             yield Problem(field, group, "an object that has one as its weights", _DENSE_FIX)
             continue
         layout = group.get("format") or quantisation.get("format")
-        bits, kind = weights.get("num_bits"), weights.get("type", "int")
+        bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
         known = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
         if layout not in known:
             yield _not_among(f"{field}.format", layout, known, "formats of W8A8 and W4A16 drafts")
@@ -125,17 +125,13 @@ def _compressed_tensors_problems(quantisation: Mapping[str, Any]) -> Iterator[Pr
             if kind != "int" or bits not in ((4, 8) if wide else (4,)):
                 what = f"{bits}-bit {kind}, {'symmetric' if wide else 'asymmetric'}"
                 yield Problem(f"{field}.weights", what, "int4, or symmetric int8", _DENSE_FIX)
-            if weights.get("group_size") not in _GROUPS:
-                yield _not_among(
-                    f"{field}.weights.group_size", weights.get("group_size"), _GROUPS, "Marlin's groups"
-                )
+            if size not in _GROUPS:
+                yield _not_among(f"{field}.weights.group_size", size, _GROUPS, "Marlin's groups")
         elif bits != 8:
             yield _not_among(f"{field}.weights.num_bits", bits, (8,), f"{layout} weights")
-        elif kind == "int" and weights.get("strategy") != "channel":
+        elif kind == "int" and (strategy := weights.get("strategy")) != "channel":
             # SGLang rounds int8 weights with one scale per matrix to fp8 when it stacks q, k and v.
-            yield _not_among(
-                f"{field}.weights.strategy", weights.get("strategy"), ("channel",), "scales of int8 weights"
-            )
+            yield _not_among(f"{field}.weights.strategy", strategy, ("channel",), "scales of int8 weights")
 
 
 def _not_among(field: str, value: object, values: tuple[Any, ...], what: str) -> Problem:

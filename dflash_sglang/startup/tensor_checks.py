@@ -11,13 +11,8 @@ from pathlib import Path
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import INDEX, UNPACKED_DTYPES, TensorFacts, missing_files
-from dflash_sglang.checkpoint.own_modules import (
-    MASK_EMBEDDING,
-    MASK_EMBEDDING_FILE,
-    TRAINING_TENSORS,
-    VOCABULARY_TENSORS,
-)
-from dflash_sglang.checkpoint.shapes import dense_shapes, layer_shapes
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, MASK_EMBEDDING_FILE, NOT_LOADED
+from dflash_sglang.checkpoint.shapes import KV_SCALES, RECOMPUTED, STACKED, dense_shapes, layer_shapes
 from dflash_sglang.startup.facts import Problem
 
 # Files of weights that SGLang reads from a directory, and formats of --load-format that need none there.
@@ -28,16 +23,8 @@ MOST = 3  # tensors that are named: one wrong field of the config changes tensor
 _MOST_LISTED = 4  # of those that are missing, or too many
 SAFETENSORS_FORMATS = ("auto", "safetensors")
 """Of --load-format: tensors have the names of the checkpoint."""
-_STACKS = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 # Checked elsewhere: modules of the draft's own, and what the loader passes over or remaps.
-_ELSEWHERE = ("lm_head.", "embed_tokens.", MASK_EMBEDDING, *VOCABULARY_TENSORS, *TRAINING_TENSORS)
-_PASSED_OVER = (
-    *(".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached"),
-    *(".k_scale", ".v_scale", ".kv_scale", ".output_scale"),
-)
+_ELSEWHERE, _PASSED_OVER = ("lm_head.", "embed_tokens.", MASK_EMBEDDING, *NOT_LOADED), RECOMPUTED + KV_SCALES
 _COMPLETE = "Use a complete checkpoint, or correct its config.json (layers, biases, sinks)."
 _AGREE = "Make config.json and the checkpoint agree."
 _DENSE = {"F64", "F32", "F16", "BF16"}
@@ -77,20 +64,19 @@ def shape_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> Itera
         shape = layers.get(own, shapes.get(own, found.shape))
         if found.dtype not in UNPACKED_DTYPES or found.shape == shape:
             continue  # packed: the loader knows the quantisation's layout
+        said, fix = ", which config.json describes", _AGREE
         if own in layers:
-            expected = (
-                f"{list(shape)}: hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
+            said = (
+                f": hidden_size {spec.hidden_size}, intermediate_size {spec.intermediate_size}, "
                 f"{spec.num_heads} heads and {spec.num_kv_heads} key-value heads of {spec.head_dim}"
             )
-            of_layers.append(Problem(f"draft tensor {name}", list(found.shape), expected, _AGREE))
         elif own == "fc.weight":
-            ids = spec.target_layer_ids
-            expected = f"{list(shape)}: [hidden_size, {len(ids)} target layers x hidden_size]"
-            fix = f"Make {spec.named_layer_ids(ids)[0]} name the layers the checkpoint was trained on."
-            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, fix))
-        else:
-            expected = f"{list(shape)}, which config.json describes"
-            others.append(Problem(f"draft tensor {own}", list(found.shape), expected, _AGREE))
+            said = f": [hidden_size, {len(spec.target_layer_ids)} target layers x hidden_size]"
+            named, _ = spec.named_layer_ids(spec.target_layer_ids)
+            fix = f"Make {named} name the layers the checkpoint was trained on."
+        field = f"draft tensor {name if own in layers else own}"
+        problem = Problem(field, list(found.shape), f"{list(shape)}{said}", fix)
+        (of_layers if own in layers else others).append(problem)
     rest = f" {len(of_layers) - MOST} more tensors do not fit." if len(of_layers) > MOST else ""
     yield from (replace(problem, fix=f"{_AGREE}{rest}") for problem in of_layers[:MOST])
     yield from others
@@ -120,10 +106,11 @@ def presence_problems(spec: DraftSpec, tensors: Mapping[str, TensorFacts]) -> It
 
 def _is_taken(name: str, found: Set[str]) -> bool:
     """Of single and stacked forms the checkpoint has one: the stack where it is there."""
-    for stack, parts in _STACKS.items():
-        for module in (stack, *parts):
-            if f".{module}." in name:
-                return (module == stack) == (name.replace(module, stack) in found)
+    for module, (stack, _) in STACKED.items():
+        if f".{stack}." in name:
+            return name in found
+        if f".{module}." in name:
+            return name.replace(module, stack) not in found
     return True
 
 

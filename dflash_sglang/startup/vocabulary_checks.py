@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.family_specs import DRAWN_FROM
 from dflash_sglang.checkpoint.files import UNPACKED_DTYPES
 from dflash_sglang.checkpoint.own_modules import OwnModules, head_rows, head_tokens
 from dflash_sglang.checkpoint.token_map import FLAG, TokenMapError, read_token_map
-from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
 from dflash_sglang.startup.facts import Problem, TargetFacts
 
 

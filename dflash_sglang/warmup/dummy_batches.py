@@ -34,8 +34,6 @@ from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.step_clock import StepClock
 
 _SPREAD = 7919  # a prime: tokens that differ from request to request, so that experts share the work
-
-
 GREEDY: Mapping[str, Any] = {"temperature": 0}  # as SamplingParams
 
 

@@ -82,11 +82,8 @@ def _together(rehearsal: Rehearsal) -> tuple[int, ...]:
 
 def _most_at_once() -> int:
     """Tokens that are prefilled in one forward."""
-    schedule = get_schedule()
-    chunk = schedule.chunked_prefill_size
-    if chunk is None or chunk <= 0:
-        return schedule.max_prefill_tokens
-    return min(chunk, schedule.max_prefill_tokens)
+    chunk, most = get_schedule().chunked_prefill_size, get_schedule().max_prefill_tokens
+    return most if chunk is None or chunk <= 0 else min(chunk, most)
 
 
 def prompts(wanted: Sequence[int], most: int) -> list[int]:

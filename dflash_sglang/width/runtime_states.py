@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 
 from dflash_sglang.attention.trees import serve_trees
 from dflash_sglang.models.draft import DFlashDraftModel
-from dflash_sglang.patches import runtime_state
-from dflash_sglang.patches.attention_room import room_for_blocks
+from dflash_sglang.patches.attention_room import plan_windows, room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
-from dflash_sglang.patches.flashinfer_windows import plan_windows
-from dflash_sglang.patches.graph_captures import by_tokens, captured_at, shared_evenly
-from dflash_sglang.patches.graph_inputs import leave_in_place
+from dflash_sglang.patches.graphs import by_tokens, captured_at, keeping, leave_in_place, run_on, shared_evenly
 from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner, get_spec
@@ -59,7 +56,7 @@ class RuntimeState(NamedTuple):
         """
         recurrent = states_of_width(runner, width)
         settings = get_spec().override(speculative_num_draft_tokens=width)
-        with settings, captured_at(sizes), runtime_state.captured_with(runner, recurrent):
+        with settings, captured_at(sizes), keeping(runner, recurrent):
             with room_for_blocks(runner):
                 attention = runner._get_attention_backend()
             spare_launches(attention)
@@ -254,8 +251,8 @@ class RuntimeStates:
         if shape.budget is not None:
             assert self._ragged is not None, "add_ragged comes first"
             target = self._ragged
-        runtime_state.use(self._target, *target)
-        runtime_state.use(self._draft, *draft)
+        run_on(self._target, *target)
+        run_on(self._draft, *draft)
         self._used = used
 
 

@@ -95,22 +95,6 @@ def test_a_server_that_does_not_start_is_reported_by_its_own_error(fake, tmp_pat
     assert "Received sigquit" in log.read_text()
 
 
-def test_a_server_that_dies_under_load_is_named_with_its_error(fake, monkeypatch, tmp_path, capsys):
-    fake.program = f"print({OURS_LINE!r}, flush=True)\n{SERVES}"
-
-    def refused(server: Server, *_: Any) -> None:
-        with server.log.open("a") as log:
-            log.write("Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory\n")
-        raise LoadFailed("1 of 4 requests failed")
-
-    monkeypatch.setattr(load, "run", refused)
-    assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
-    first, second = capsys.readouterr().err.strip().splitlines()[:2]
-    assert first == "dflash-sglang bench: ours: 1 of 4 requests failed"
-    assert second == "torch.OutOfMemoryError: CUDA out of memory"
-    assert wait_until_ended(fake.pids) == []
-
-
 def test_a_server_that_dies_before_the_first_token_of_a_profile_ends_it_at_once_with_its_log(tmp_path):
     server, progress = fake_server(tmp_path, streaming([], dies=True)), Progress(io.StringIO())
     with server:
@@ -151,8 +135,5 @@ def test_an_outcome_counts_the_steps_of_the_load_and_none_of_the_warm_up():
     # 41 tokens, of which the prefills gave two, in 5 + 4 steps
     assert found == Outcome(100.0, 250.0, 30.0, 3.5, 39 / 9, 2, 41, 0.41)
     assert load.outcome(RESULT, [answer(8, 0.0)] * 3, speculative=False).accept_length == 1.0
-
-
-def test_a_load_with_a_failed_request_gives_no_outcome():
     with pytest.raises(LoadFailed, match="1 of 2 requests failed; the first: .'Bad Request: too long'"):
         load.outcome({**RESULT, "errors": ["", "Bad Request: too long"], "completed": 1}, [], speculative=True)

@@ -43,21 +43,10 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
     parts = re.findall(r"^    (\w+)\)", script, re.M)
     listed = re.findall(r"^#  (?: on one GPU| on two, \"0,1\")? +(\w.*)$", script, re.M)
     assert sorted(" ".join(listed).split()) == sorted(parts)
-    places = {
-        "PYTHON": python,
-        "CALLS": calls,
-        "PAIR": tmp_path / "pair",
-        "LOGS": tmp_path / "logs",
-        "BEFORE": "a3962b5",
-    }
+    places = dict(PYTHON=python, CALLS=calls, PAIR=tmp_path / "pair", LOGS=tmp_path / "logs", BEFORE="a3962b5")
+    environment = {**os.environ, **{name: str(path) for name, path in places.items()}}
     command = ["bash", "bench/figures.sh", "0,1", *parts]
-    subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **{name: str(path) for name, path in places.items()}},
-        check=True,
-        timeout=60,
-    )
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60)
     made = [call for line in calls.read_text().splitlines() if "--out" in (call := json.loads(line))]
     by_file = {Path(one[one.index("--out") + 1]).name: options(one) for one in made}
     stored = {path.name: json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("*.json")}

@@ -83,12 +83,6 @@ def test_each_side_of_a_pair_has_the_package_of_its_own_checkout(
     assert last.environment["PYTHONPATH"] == both[1].environment["PYTHONPATH"]
 
 
-def test_variants_of_ours_have_flags_and_variables_of_their_own() -> None:
-    variant = serve._variant("whole=PYTHONPATH=/x DFLASH_SGLANG_CONFIG='{\"a\": 1}' --fp8 --x '1 2' A=1")
-    assert variant.environment == {"PYTHONPATH": "/x", "DFLASH_SGLANG_CONFIG": '{"a": 1}'}
-    assert (variant.name, variant.kind, variant.flags) == ("ours_whole", OURS, ("--fp8", "--x", "1 2", "A=1"))
-
-
 def test_the_built_in_worker_is_refused_on_a_cpu(monkeypatch, capsys) -> None:
     pair = [option for role, where in pair_directories().items() for option in (f"--{role}", where)]
     for program in (serve, step_profile, startup):
@@ -103,9 +97,10 @@ def test_the_built_in_worker_is_refused_on_a_cpu(monkeypatch, capsys) -> None:
 
 
 def test_a_claim_is_a_ratio_of_medians_against_the_bound_of_its_load() -> None:
-    variant = serve._variant("fp8=--fp8")
+    variant = serve._variant("fp8=PYTHONPATH=/x DFLASH_SGLANG_CONFIG='{\"a\": 1}' --fp8 --x '1 2' A=1")
+    assert variant.environment == {"PYTHONPATH": "/x", "DFLASH_SGLANG_CONFIG": '{"a": 1}'}
+    assert (variant.name, variant.kind, variant.flags) == ("ours_fp8", OURS, ("--fp8", "--x", "1 2", "A=1"))
     figures = {"32": {"greedy": {n: {"step_ms": [ms]} for n, ms in ((OURS, 9), (BUILT_IN, 10), ("ours_fp8", 8))}}}
-    assert variant.name == "ours_fp8"
     assert values(serve.claims(figures, 1.0, 1.05, {("greedy", "32"): 0.85})) == [
         (0.9, "<= 0.85", False),
         (0.8, "<= 0.85", True),
@@ -207,15 +202,9 @@ def test_a_step_is_timed_from_when_all_of_a_wave_have_their_first_token() -> Non
     assert min(answer.asked for answer in answers[4:]) >= 0.2 + max(answer.last for answer in answers[:4])
     wave = [Answer(asked=0.0, first=1.0, last=5.0, tokens=31, verify_steps=5), Answer(0.0, 3.0, 6.0, 31, 5)]
     assert (decode_seconds(wave, wave=True), decode_seconds(wave, wave=False)) == (5.0, 7.0)
-
-
-def test_a_load_ends_with_the_reason_of_a_request_that_failed() -> None:
-    class InOnePiece(Stub):
-        def stream(self, **request: Any) -> Iterator[dict[str, Any]]:
-            yield list(super().stream(**request))[-1]
-
+    stub.stream = lambda **_: iter([{"meta_info": {"completion_tokens": 31, "spec_verify_ct": 5}}])
     with pytest.raises(RuntimeError, match="1 of 1 requests failed on URL: an answer came in one piece"):
-        ask(InOnePiece(1), Load(1, 1, 16, 31))
+        ask(stub, Load(1, 1, 16, 31))
 
 
 def test_every_round_of_uneven_load_singles_out_the_next_rank() -> None:
@@ -228,11 +217,6 @@ def test_every_round_of_uneven_load_singles_out_the_next_rank() -> None:
         asked = phase.requests(seed, corpus)
         assert len(asked) == phase.count and {one.body.get("routed_dp_rank") for one in asked} == {phase.rank}
         assert all(one.abort for one in asked) == phase.all_aborted
-    compared = uneven.compared(20, 7, corpus, 2)
-    assert [one.body["routed_dp_rank"] for one in compared] == [0, 1] * 10
-    assert all(one.greedy and one.abort is None for one in compared)
-    answers = [{"meta_info": {"dp_rank": rank}} for rank in (0, 1)]
-    assert uneven.astray({"routed_dp_rank": 1}, answers) == [0]
 
 
 # ---- Layouts ---------------------------------------------------------------------------------------------------

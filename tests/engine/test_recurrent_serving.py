@@ -238,6 +238,7 @@ def test_committed_states_equal_those_of_plain_decoding(ours):
         assert far > 1e-2, "one state is like another"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ours", rows("overlap"), indirect=True)
 def test_sampled_tokens_follow_the_targets_distribution(ours):
     """Of four tokens the first follows a prefill, the fourth a state that a step of one row commits or of more.

@@ -95,10 +95,11 @@ def _over_chi_square(server: Server, prompt: list[int], expected: dict[tuple[int
 @pytest.mark.parametrize(
     ("proposals", "width"),
     [
-        pytest.param("argmax", "block", id="argmax, blocks of one width", marks=pytest.mark.full),
+        pytest.param("argmax", "block", id="argmax, blocks of one width"),
         pytest.param("drawn", {}, id="drawn, blocks of any width"),
     ],
 )
+@pytest.mark.full
 def test_sampled_tokens_follow_the_plain_servers_distribution(tiny, plain, proposals, width, tmp_path):
     config = {CONFIG_ENV: json.dumps({"proposals": proposals, "width": width})}
     environment = scheduler_hooks.hooked(tmp_path, "" if width else "widths", **config)

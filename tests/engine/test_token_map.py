@@ -190,8 +190,8 @@ def test_a_token_map_that_fits_is_ours_to_serve(tmp_path: Path) -> None:
 def test_every_rank_proposes_the_likeliest_of_the_kept_tokens(ranks: int, kept: tuple[int, ...]) -> None:
     """On shards that keep no token, too; the lowest id among equals; with the new weights after a refresh."""
     from dflash_sglang.checkpoint import VocabularySpec
+    from dflash_sglang.models.head.copies import HotRows
     from dflash_sglang.models.head.draft_head import DraftHead
-    from dflash_sglang.models.head.hot_rows import HotRows
 
     layers.start_rank()
     spec = VocabularySpec(None, None, None, 1.0, 1.0, None)

@@ -70,9 +70,8 @@ def _built(runner: Any, name: str) -> Any:
     """As the worker and `RuntimeState.build` make one."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from dflash_sglang.patches.attention_room import room_for_blocks
+    from dflash_sglang.patches.attention_room import plan_windows, room_for_blocks
     from dflash_sglang.patches.flash3 import spare_launches
-    from dflash_sglang.patches.flashinfer_windows import plan_windows
 
     with room_for_blocks(runner):
         backend = ATTENTION_BACKENDS[name](runner)

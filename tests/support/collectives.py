@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.support import scheduler_hooks
+from tests.support import scheduler_hooks, seam
 
 DIRECTORY_ENV = "DFLASH_TEST_COLLECTIVES"
 SENTINEL = 1234.5
@@ -95,10 +95,6 @@ def activate() -> None:
 def _record(scheduler: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.models.mtp.recent_rows import RecentRows
-    from dflash_sglang.worker import DFlashWorker
-
     path = Path(os.environ[DIRECTORY_ENV]) / f"steps-{get_parallel().tp_rank}.jsonl"
     recorder = _Recorder(path)
     recorder.watch_groups()
@@ -107,12 +103,12 @@ def _record(scheduler: Any) -> None:
     for owner, method, issuer in (
         (source, "propose", "draft"),
         (source, "propose_idle", "draft"),
-        (ContextKV, "write", "draft"),
-        (RecentRows, "write_prefill", "draft"),
         (target, "forward_batch_generation", "target"),
     ):
         setattr(owner, method, recorder.issued_by(issuer, getattr(owner, method)))
-    DFlashWorker.forward_batch_generation = recorder.one_step(DFlashWorker.forward_batch_generation)
+    for point in ("context", "mtp rows of a prefill"):
+        seam.wrap(point, lambda call: recorder.issued_by("draft", call))
+    seam.wrap("batch", recorder.one_step)
 
 
 class _Recorder:

@@ -1,22 +1,22 @@
-"""Checkpoints with one thing wrong or merely different: the packaged pair with one field or tensor changed.
+"""Checkpoints with one thing wrong or merely different: the packaged pair with one field of a config changed.
 
-Weights of mutated tensors are a header and no data: whoever reads them only asks for names, dtypes and shapes.
+What is wrong with tensors and files is shown by `startup/test_presence` and `startup/test_refusals`.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.checkpoint.files import tensor_facts
 from dflash_sglang.pair import pair_directories
 
-WEIGHTS = "model.safetensors"
+Facts = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a tensor."""
 GONE = object()
 FULL = ["full_attention"]
 # By the type of a field's value, values of another type and values that are out of range or merely odd.
@@ -59,97 +59,61 @@ TARGET: dict[str, tuple[Any, ...]] = {
     "num_attention_heads": (0, "4"), "rope_parameters": ("x",), "layer_types": (7,), "dtype": ("float99",),
 }
 CONFIGS = {"no": "", "a list for a": "[]", "half a": '{"architectures": ["DFl', "an empty": "{}"}
-MORE_TENSORS = {"lm_head.weight": (320, 256), "layers.3.mlp.up_proj.weight": (1024, 256), "odd": (2,)}
-INDICES = {
-    "an index of a file that is not there": '{"weight_map": {"fc.weight": "model-00002-of-00002.safetensors"}}',
-    "an index of nothing": "[1]",
-}
 # fmt: on
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``write``: puts the checkpoint into a directory. ``of``: "draft" or "target". ``field``: of the config, the
-    last part of its path; empty where files or tensors are changed."""
+    """``of``: "draft" or "target". ``config``: the text of its config.json, which is missing where that is empty.
+    ``field``: that differs, the last part of its path; empty where the whole file does."""
 
     name: str
     of: str
-    write: Callable[[Path], None]
+    config: str
     field: str = ""
+
+    def write(self, directory: Path) -> None:
+        for file in Path(pair_directories()[self.of]).iterdir():
+            (directory / file.name).symlink_to(file)
+        (directory / "config.json").unlink()
+        if self.config:
+            (directory / "config.json").write_text(self.config)
 
 
 def mutants() -> Iterator[Mutant]:
     """All of them, in the same order each time; their names differ."""
-    pair = {role: Path(directory) for role, directory in pair_directories().items()}
-    config = json.loads((pair["draft"] / "config.json").read_text())
+    configs = {role: Path(path, "config.json").read_text() for role, path in pair_directories().items()}
+    config = json.loads(configs["draft"])
     fields = {**config, **{f"dflash_config.{key}": value for key, value in config["dflash_config"].items()}}
-    for field, value in fields.items():
-        for other in (GONE, *OTHERS[type(value)], *PLAUSIBLE.get(field, ())):
-            yield _changed("draft", pair["draft"], field, other)
-    for role, added in (("draft", ADDED), ("target", TARGET)):
-        for field, values in added.items():
+    others = {field: (GONE, *OTHERS[type(value)], *PLAUSIBLE.get(field, ())) for field, value in fields.items()}
+    for role, changes in (("draft", others), ("draft", ADDED), ("target", TARGET)):
+        for field, values in changes.items():
             for value in values:
-                yield _changed(role, pair[role], field, value)
-    for role in pair:
+                yield _changed(role, configs[role], field, value)
+    for role in configs:
         for name, text in CONFIGS.items():
-            yield Mutant(f"{name} {role} config", role, partial(_write_text, pair[role], text))
-    yield from _tensor_mutants(pair["draft"])
+            yield Mutant(f"{name} {role} config", role, text)
 
 
-def _tensor_mutants(draft: Path) -> Iterator[Mutant]:
-    whole = {name: (facts.dtype, facts.shape) for name, facts in tensor_facts(draft).items()}
-    for name, (dtype, shape) in whole.items():
-        if not name.startswith(("layers.1.", "layers.2.")):  # a layer stands for all
-            without = {other: facts for other, facts in whole.items() if other != name}
-            yield Mutant(f"without {name}", "draft", partial(_write_header, draft, without))
-            shorter = {**whole, name: (dtype, (shape[0] - 1, *shape[1:]))}
-            yield Mutant(f"short {name}", "draft", partial(_write_header, draft, shorter))
-    for name, shape in MORE_TENSORS.items():
-        yield Mutant(f"with {name}", "draft", partial(_write_header, draft, {**whole, name: ("BF16", shape)}))
-    for size in (0, 7, 100, 4000, 6_299_935):
-        yield Mutant(f"weights cut after {size} bytes", "draft", partial(_write_cut, draft, size))
-    for name, text in INDICES.items():
-        yield Mutant(name, "draft", partial(_write_beside, draft, text))
-
-
-def _changed(role: str, source: Path, field: str, value: Any) -> Mutant:
-    shown = "gone" if value is GONE else json.dumps(value)
-    change = partial(_write_field, source, field, value)
-    return Mutant(f"{role} {field} {shown}", role, change, field.rpartition(".")[2])
-
-
-def _write_field(source: Path, field: str, value: Any, directory: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    outer = config
-    if "." in field:
-        outer, field = config["dflash_config"], field.partition(".")[2]
+def _changed(role: str, text: str, field: str, value: Any) -> Mutant:
+    config = json.loads(text)
+    *outer, key = field.split(".")
+    inner = config[outer[0]] if outer else config
     if value is GONE:
-        del outer[field]
+        del inner[key]
     else:
-        outer[field] = value
-    _write_text(source, json.dumps(config), directory)
+        inner[key] = value
+    shown = "gone" if value is GONE else json.dumps(value)
+    return Mutant(f"{role} {field} {shown}", role, json.dumps(config), key)
 
 
-def _write_text(source: Path, text: str, directory: Path) -> None:
-    for file in source.iterdir():
-        (directory / file.name).symlink_to(file)
-    (directory / "config.json").unlink()
-    if text:
-        (directory / "config.json").write_text(text)
-
-
-def _write_header(source: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], directory: Path) -> None:
-    from tests.unit.startup.test_published import write_header
-
-    shutil.copy(source / "config.json", directory)
-    write_header(directory / WEIGHTS, dict(tensors))
-
-
-def _write_cut(source: Path, size: int, directory: Path) -> None:
-    shutil.copy(source / "config.json", directory)
-    (directory / WEIGHTS).write_bytes((source / WEIGHTS).read_bytes()[:size])
-
-
-def _write_beside(source: Path, text: str, directory: Path) -> None:
-    _write_text(source, (source / "config.json").read_text(), directory)
-    (directory / "model.safetensors.index.json").write_text(text)
+def write_header(path: Path, tensors: Mapping[str, Facts]) -> None:
+    """A safetensors file of zeros that takes no room on the disk."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * {"BF16": 2, "I64": 8}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        os.truncate(file.fileno(), 8 + len(encoded) + end)

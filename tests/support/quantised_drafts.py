@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ SHAPE["layer_types"] = ["sliding_attention", "sliding_attention", "full_attentio
 DTYPE = torch.float32 if layers.DEVICE == "cpu" else torch.bfloat16
 
 
-def checkpoint(scheme: str, seed: int = 1, **overrides: Any) -> dict[str, Tensor]:
-    """A random draft's tensors in a scheme."""
+@functools.cache
+def checkpoint(scheme: str, seed: int = 1, **overrides: Any) -> Mapping[str, Tensor]:
+    """A random draft's tensors in a scheme, made once in a process."""
     config = draft_config(**{**SHAPE, **overrides})
     weights = {n: t.bfloat16().float() for n, t in draft_tensors(config, seed).items()}
     read = None

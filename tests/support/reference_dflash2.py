@@ -1,6 +1,6 @@
 """DFlash2 in loops: convolution, selector walk and the whole draft, and random checkpoints to run them on.
 
-Written from the formulas in `models/convolution.py` and `models/selector.py`, on the plain reference's modules,
+Written from the formulas in `models/convolution.py` and `models/dflash2.py`, on the plain reference's modules,
 apart from the served model.
 """
 

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash_sglang
-from tests.support import scheduler_hooks
+from tests.support import scheduler_hooks, seam
 
 DIRECTORY_ENV = "DFLASH_TEST_STEP_WORK"
 SYNCHRONISING_ENV = "DFLASH_TEST_SYNCHRONISING"
@@ -86,23 +86,20 @@ def _record(scheduler: Any) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting import draft_input
-    from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.worker import DFlashWorker
 
     path = Path(os.environ[DIRECTORY_ENV]) / "work.jsonl"
     recorder = (_Synchronising if SYNCHRONISING_ENV in os.environ else _Recorder)(path)
     attention = type(scheduler.tp_worker.model_runner.attn_backend)
     for owner, name in (
         (ModelRunner, "forward"),
-        (ContextKV, "write"),
         (draft_input, "alloc_for_spec_decode"),
         (attention, "init_forward_metadata"),
     ):
         setattr(owner, name, recorder.left_out(getattr(owner, name)))
-    DFlashWorker._decode = recorder.observed(DFlashWorker._decode, ends=True)
-    DFlashWorker._prefill = recorder.observed(DFlashWorker._prefill, ends=True, prefill=True)
-    prepare = recorder.observed(draft_input.DFlashDraftInput.prepare_for_decode, ends=False)
-    draft_input.DFlashDraftInput.prepare_for_decode = prepare
+    seam.wrap("context", recorder.left_out)
+    seam.wrap("decode", lambda call: recorder.observed(call, ends=True))
+    seam.wrap("whole prefill", lambda call: recorder.observed(call, ends=True, prefill=True))
+    seam.wrap("next step", lambda call: recorder.observed(call, ends=False))
 
 
 class _Requests(list):

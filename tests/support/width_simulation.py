@@ -478,12 +478,12 @@ def serve(policy: Any, machine: Machine, draft: Draft | Recorded, **load: Any) -
     return Server(machine, Rank(policy, draft, **load))
 
 
-def steady_mix(policy: Any, concurrency: int, hard: float, seed: int, **draft: float) -> Run:
-    """1000 steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
+def steady_mix(policy: Any, concurrency: int, hard: float, seed: int, steps: int = 1000, **draft: float) -> Run:
+    """Steps of a mix of easy and hard requests with equal token budgets, after 400 in which the batch becomes
     what it stays: easy requests leave it early, and another of the same mix takes the place of any that does."""
     server = serve(policy, QUIET, Draft(EASY, HARD, **draft), hard=hard, seed=seed, clock=seed)
     server.run(concurrency, steps=400)
-    return server.run(concurrency, steps=1000)
+    return server.run(concurrency, steps=steps)
 
 
 PREFILLS = dict(launch=2e-3, weights=5.3e-3, prompt_token=24.6e-6)  # Qwen3-8B in bfloat16 on one H200

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from dflash_sglang import SGLANG_VERSION
-from dflash_sglang.cli import main
 
 ROOT = Path(__file__).parents[2]
 CODE = ("dflash_sglang", "bench", "tests", "training")
@@ -33,9 +32,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def setup(project: Path, pythons: str, goal: str = "setup") -> subprocess.CompletedProcess[str]:
+def setup(project: Path, pythons: str) -> subprocess.CompletedProcess[str]:
     """What `make setup` would run, without running it; of these Pythons the first that fits."""
-    command = ["make", "--dry-run", goal, f"PYTHON={pythons}"]
+    command = ["make", "--dry-run", "setup", f"PYTHON={pythons}"]
     apart = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # from `make test`
     return subprocess.run(command, cwd=project, env=apart, capture_output=True, text=True, timeout=60)
 
@@ -43,11 +42,6 @@ def setup(project: Path, pythons: str, goal: str = "setup") -> subprocess.Comple
 def test_the_first_python_that_fits_makes_the_environment(project: Path) -> None:
     planned = setup(project, f"no-such-python {project / 'python3.13'} {sys.executable} python3")
     assert planned.stdout.splitlines()[0] == f"{sys.executable} -m venv --clear .venv", planned.stderr
-
-
-def test_the_demo_ends_with_the_line_that_activates_its_environment(project: Path) -> None:
-    demo, last = setup(project, sys.executable, "demo").stdout.splitlines()[-2:]
-    assert demo == ".venv/bin/dflash-sglang demo" and last.endswith("source .venv/bin/activate'")
 
 
 def test_the_environment_gets_the_one_sglang_that_is_tested_and_a_plain_install_keeps_a_later_one(
@@ -73,23 +67,6 @@ def test_an_environment_without_pip_is_made_again_and_a_whole_one_is_kept(projec
     [packages] = (project / ".venv").glob("lib/python*/site-packages")
     (packages / "pip.py").touch()
     assert setup(project, "no-such-python").stdout.splitlines()[0] == ".venv/bin/python -m pip install --quiet uv"
-
-
-NEEDED = {"hot-vocab": ["--tokenizer", "x", "--text", "x", "--out", "x"]}
-
-
-@pytest.mark.parametrize("command, option", [
-    ("demo", "--prompt"), ("bench", "--concurrenc"), ("hot-vocab", "--siz"), ("patches", "--sglan"),
-    ("pair", "--x"),
-])  # fmt: skip
-def test_an_unknown_or_abbreviated_option_ends_with_the_usage_of_its_subcommand(
-    command: str, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, *NEEDED.get(command, []), option, "1"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.startswith(f"usage: dflash-sglang {command} [-h]")
-    assert said.endswith(f"dflash-sglang {command}: error: unrecognized arguments: {option} 1\n")
 
 
 def test_no_parser_takes_abbreviated_options() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,11 +25,6 @@ from tests.support.reference_dspark import dspark_config, dspark_tensors
 from tests.support.start_up import change, fake_views
 from tests.support.tiny import draft_config, make_pair, write_checkpoint
 
-WORKER_TARGET = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-ARGUMENTS_TARGET = "sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding"
-CONFIG_TARGET = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
-
-
 # Fields of drafts of other families, and how each is named.
 FOREIGN: tuple[tuple[dict[str, Any], str], ...] = (
     *(({"architectures": [name]}, f"architectures={name!r}") for name in FOREIGN_ARCHITECTURES),
@@ -39,7 +33,6 @@ FOREIGN: tuple[tuple[dict[str, Any], str], ...] = (
     ({"dflash_config": {"conv_kernel_size": 2}}, "dflash_config.conv_kernel_size=2"),
     ({"dflash_config": {"selector_rank": 256}}, "dflash_config.selector_rank=256"),
     ({"dflash_config": {"lilicorr_num_layers": 2}}, "dflash_config.lilicorr_num_layers=2"),
-    ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
     ({"speculators_model_type": "domino"}, "speculators_model_type='domino'"),
     ({"speculators_config": {"algorithm": "dflash"}}, "speculators_config={'algorithm': 'dflash'}"),
     ({"architectures": ["Qwen3DSparkModel"], "markov_head_type": "lstm"}, "markov_head_type='lstm'"),
@@ -111,7 +104,6 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, str], str, str], ...] = (
     (dict(speculative_draft_sink_size=4), {}, "", "--speculative-draft-sink-size=4: expected 0 or more, and"),
     (dict(kv_cache_dtype="nvfp4"), {}, "", "--kv-cache-dtype='nvfp4': expected for the draft one of"),
     (E5M2, {}, "", "--speculative-draft-kv-cache-dtype='fp8_e5m2': expected a format that the draft's attention"),
-    (dict(enable_watermark=True), {}, "", "--enable-watermark=True: expected unset with DFLASH"),
     (dict(tp_size=2, attn_dp_size=2), {COORDINATED: "1"}, "", f"{COORDINATED}=True: expected unset"),
     ({}, {}, "is_local_attention_model",
      "architectures=['Qwen3ForCausalLM']: expected a target whose layers attend to the whole context or a window"),
@@ -157,12 +149,16 @@ def test_both_processes_refuse_a_draft_that_does_not_fit_and_where_we_are_requir
         decide(run, arguments(pair.plain))
 
 
-def test_a_capture_that_is_named_after_dflash_runs_no_worker(pair: SimpleNamespace) -> None:
-    seen: list[Any] = []
+def test_other_algorithms_and_captures_that_are_named_after_dflash_are_not_looked_at(
+    pair: SimpleNamespace,
+) -> None:
     named = dict(device="cuda", speculative_draft_model_path=None, enable_return_aux_hidden_states=True)
-    capture = arguments(pair.plain, **named)
-    hooks.handle_speculative_decoding(seen.append, capture)
-    assert seen == [capture]
+    others = [SimpleNamespace(speculative_algorithm=name) for name in ("EAGLE3", None)]
+    seen: list[Any] = []
+    for asked in (launches := [arguments(pair.plain, **named), *others]):
+        hooks.handle_speculative_decoding(seen.append, asked)
+    assert seen == launches
+    assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
 
 
 def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: Path) -> None:
@@ -172,30 +168,20 @@ def test_a_config_that_sglang_is_told_to_read_elsewhere_is_left_to_it(tmp_path: 
     assert parsed == (tmp_path, given)
 
 
-def test_other_algorithms_are_not_looked_at(pair: SimpleNamespace) -> None:
-    seen = []
-    assert hooks.create_worker(built_in, Algorithm(dflash=False), SimpleNamespace()) is BuiltInWorker
-    hooks.handle_speculative_decoding(seen.append, other := SimpleNamespace(speculative_algorithm="EAGLE3"))
-    hooks.handle_speculative_decoding(seen.append, none := SimpleNamespace(speculative_algorithm=None))
-    assert seen == [other, none]
-
-
-@pytest.mark.parametrize(("kind", "is_told"), [("vanilla", True), ("lstm", False)])
 def test_a_launch_with_dspark_is_told_of_the_algorithm_that_serves_its_draft_here(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, seen = dspark_config(markov_head_type=kind), []
-    draft = write_checkpoint(tmp_path / "draft", config, dspark_tensors(config))
-    asked = SimpleNamespace(
-        speculative_algorithm="DSPARK",
-        speculative_draft_model_path=str(draft),
-        speculative_draft_model_revision=None,
-    )
-    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-        hooks.handle_speculative_decoding(seen.append, asked)
-    assert seen == [asked]
-    line = "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
-    assert (line in caplog.text) == is_told
+    caplog.set_level(logging.INFO, logger="dflash_sglang")
+    for kind, is_told in (("vanilla", True), ("lstm", False)):
+        config, seen = dspark_config(markov_head_type=kind), []
+        draft = dict(speculative_draft_model_revision=None, speculative_draft_model_path=str(tmp_path / kind))
+        write_checkpoint(tmp_path / kind, config, dspark_tensors(config))
+        caplog.clear()
+        hooks.handle_speculative_decoding(
+            seen.append, asked := SimpleNamespace(speculative_algorithm="DSPARK", **draft)
+        )
+        line = "With --speculative-algorithm DFLASH dflash_sglang serves this draft."
+        assert seen == [asked] and (line in caplog.text) == is_told
 
 
 def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +197,7 @@ def test_a_missing_symbol_is_named_with_its_module(monkeypatch: pytest.MonkeyPat
 # ---- Activation --------------------------------------------------------------------------------------------
 
 
-def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watchdogs(
+def test_activate_registers_an_around_hook_for_each_patch_of_every_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -221,45 +207,54 @@ def test_activate_registers_an_around_hook_on_worker_arguments_configs_and_watch
     monkeypatch.setattr(apply, "_wanted", [])
     plugin.activate()
     assert {source for *_, source in registered} == {("dflash_sglang", "dflash-sglang")}  # as the log names it
-    hooked = {target: (hook.__name__, kind) for target, hook, kind, _ in registered}
-    assert hooked == {
-        patch.target: (patch.by.rpartition(".")[2], HookType.AROUND)
-        for patch in PATCHES
-        if patch.process == "every"
-    }
-    assert {WORKER_TARGET, ARGUMENTS_TARGET, CONFIG_TARGET} < hooked.keys()
+    hooked = {(target, hook.__name__, kind) for target, hook, kind, _ in registered}
+    wanted = [patch for patch in PATCHES if patch.process == "every"]
+    assert hooked == {(patch.target, patch.by.rpartition(".")[2], HookType.AROUND) for patch in wanted}
 
 
-def test_activation_is_light() -> None:
-    """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
-    code = (
-        "import sys, dflash_sglang.plugin; dflash_sglang.plugin.activate();"
-        "heavy = ('dflash_sglang.sglang_names.scheduler', 'dflash_sglang.sglang_names.launcher', "
-        "'dflash_sglang.models', 'dflash_sglang.worker', 'sglang.srt.models', 'sglang.srt.managers.scheduler');"
-        "print([name for name in sys.modules if name.startswith(heavy)])"
+# Prints a line of each of its children: what activation imports, and how it ends in processes that have SGLang.
+PROCESSES = """
+import os, sys
+
+def in_a_child(code, **environment):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        try:
+            exec(code)
+        except SystemExit as end:
+            print(str(end).partition("\\n")[0])
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+
+in_a_child(LIGHT)
+import sglang.srt.speculative.spec_info
+for broken, require in BROKEN:
+    in_a_child(
+        broken + "; from sglang.srt.plugins import load_plugins; load_plugins(); print('built-in')",
+        DFLASH_SGLANG_REQUIRE=require, SGLANG_PLUGINS="dflash_sglang",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "[]", done.stderr[-2000:]
-
-
+"""
+HEAVY = ("dflash_sglang.sglang_names.scheduler", "dflash_sglang.sglang_names.launcher", "dflash_sglang.models",
+         "dflash_sglang.worker", "sglang.srt.models", "sglang.srt.managers.scheduler")  # fmt: skip
+LIGHT = (
+    f"import dflash_sglang.plugin; dflash_sglang.plugin.activate(); "
+    f"print([name for name in sys.modules if name.startswith({HEAVY})])"
+)
 NO_METHOD = "del sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 NO_IMPORT = "sys.modules['dflash_sglang.checkpoint.families'] = None"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("breakage", "require"), [(NO_METHOD, "1"), (NO_IMPORT, "1"), (NO_METHOD, "0")])
-def test_required_ends_every_process_whose_plugin_is_broken(breakage: str, require: str) -> None:
-    """Where it is not required, SGLang runs without."""
-    code = (
-        f"import sys, sglang.srt.speculative.spec_info; {breakage}\n"
-        "from sglang.srt.plugins import load_plugins; load_plugins(); print('built-in')"
-    )
-    environment = {**os.environ, "DFLASH_SGLANG_REQUIRE": require, "SGLANG_PLUGINS": "dflash_sglang"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    ends = require == "1"
-    assert done.returncode == ends and ("built-in" in done.stdout) != ends
-    assert ("DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated" in done.stderr) == ends
+def test_activation_is_light_and_ends_every_process_whose_plugin_is_broken_where_it_is_required() -> None:
+    """Every SGLang process activates the plugin; only the scheduler may pay for models and kernels."""
+    broken = [(NO_METHOD, "1"), (NO_IMPORT, "1"), (NO_METHOD, "0")]
+    program = f"LIGHT, BROKEN = {LIGHT!r}, {broken}\n{PROCESSES}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    imported, *ended, without = done.stdout.splitlines()
+    assert (imported, without) == ("[]", "built-in"), done.stderr[-2000:]
+    said = "DFLASH_SGLANG_REQUIRE=1: dflash_sglang cannot be activated"
+    assert len(ended) == 2 and all(line.startswith(said) for line in ended)
 
 
 def test_sglang_gathers_nothing_for_a_decode_step_but_lengths_that_a_backend_wants_on_the_host() -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from dflash_sglang.attention.verifying import draft_forward, draft_input
-from dflash_sglang.checkpoint.vocabulary import DRAWN_FROM
+from dflash_sglang.attention.verifying import draft_forward, draft_input, slot_plan
+from dflash_sglang.checkpoint.family_specs import DRAWN_FROM
 from dflash_sglang.drafting.proposals import Proposals, exponential_like
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
@@ -129,15 +129,9 @@ class MtpSource:
         ids, logprobs = candidates
         bs, tokens = len(ids), ids[:, 0]
         if self._draws is not None:
-            draws = self._draws
-            of_step = Proposals.drawn(
-                ids.new_empty((bs, 2)),
-                ids[:, None],
-                logprobs[:, None],
-                draws.temperatures[:bs],
-                draws.greedy[:bs],
-                draws.noise[:bs, i : i + 1],
-            )
+            temperatures, greedy, noise = (of[:bs] for of in self._draws)
+            scores = ids[:, None], logprobs[:, None], temperatures, greedy
+            of_step = Proposals.drawn(ids.new_empty((bs, 2)), *scores, noise[:, i : i + 1])
             tokens, self._probs[:bs, i] = of_step.tokens[:, 1], of_step.probs[:, 0]
         self._ids[:bs, i], self._logprobs[:bs, i], self._tokens[:bs, i] = ids, logprobs[:, 0], tokens
         return tokens
@@ -160,13 +154,7 @@ class MtpSource:
         columns = positions.clamp(max=self._table.shape[1] - 1)
         slots = self._table[block.requests.long()[:, None], columns].long().flatten()
         bounds = block.kv_len_bounds - block.size + rows  # no window ends behind a block of as many rows
-        plan = self._runner.kv_index_translator.plan(
-            req_pool_indices=block.requests,
-            seq_lens=start,
-            seq_lens_cpu=bounds - rows,
-            write_virtual=slots,
-            read_extent=rows,
-        )
+        plan = slot_plan(self._runner, block.requests, start, bounds - rows, slots, rows)
         # Nobody's ids: the layers find their tokens by position. But the target's graphs pad with what is left of
         # them in the buffers that both share.
         of_rows = Rows(torch.zeros_like(slots), positions.flatten(), slots)

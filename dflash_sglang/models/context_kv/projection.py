@@ -16,12 +16,7 @@ from dflash_sglang.models.context_kv.writers import AllLayerWriter
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.models.layers import DraftAttention
 from dflash_sglang.settings.plugin_config import ContextKVForm
-from dflash_sglang.sglang_names.scheduler import (
-    KVLocPlan,
-    KVWriteLoc,
-    ScheduleBatch,
-    UnquantizedLinearMethod,
-)
+from dflash_sglang.sglang_names.scheduler import KVLocPlan, KVWriteLoc, ScheduleBatch, UnquantizedLinearMethod
 from dflash_sglang.startup.facts import LoadError
 
 Form = Literal["stacked", "sliced", "per_layer"]

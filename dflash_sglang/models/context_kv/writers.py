@@ -49,18 +49,8 @@ class AllLayerWriter:
         if self._fp8 is not None:
             write_fp8_rows(kv, self._k_norms, cos_sin, positions, slots, eps, self._fp8)
             return
-        fused_kv_norm_rope_write(
-            kv,
-            self._table,
-            self._k_norms,
-            cos_sin,
-            positions,
-            slots,
-            len(self._table),
-            attention.kv_size,
-            attention.head_dim,
-            eps,
-        )
+        sizes = len(self._table), attention.kv_size, attention.head_dim
+        fused_kv_norm_rope_write(kv, self._table, self._k_norms, cos_sin, positions, slots, *sizes, eps)
 
 
 def _is_scaled(attention: DraftAttention) -> bool:

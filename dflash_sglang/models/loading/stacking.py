@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING
+from dflash_sglang.checkpoint.shapes import STACKED
 from dflash_sglang.startup.facts import LoadError
 
 Shard = str | int | None
-
-STACKED: Mapping[str, tuple[str, Shard]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-"""Checkpoint module -> (module that stacks it, its shard there)."""
-
 _KV_CACHE_SCALES = (".attn.k_scale", ".attn.v_scale")
 """Scales of a quantised KV cache, which SGLang defaults to 1 where the checkpoint has none."""
 

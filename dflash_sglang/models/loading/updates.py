@@ -119,14 +119,11 @@ class DraftWeightUpdater(_Updater):
         self._model = model
         self.with_target = False  # whether the target gets the request too, see `patches.weight_updates`
 
-    def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """(success, message), as the updater that it replaces."""
-        del args, kwargs
+    def update_weights_from_disk(self, model_path: str, *_: Any, **__: Any) -> tuple[bool, str]:
+        """(success, message), as the updater that it replaces, and the next."""
         return _draft_is_kept(f"from {model_path}")
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        """(success, message), as the updater that it replaces."""
-        del recv_req
         return _draft_is_kept("by IPC")
 
     def begin_weight_update(self) -> None:

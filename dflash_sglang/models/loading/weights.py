@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, TRAINING_TENSORS, VOCABULARY_TENSORS
+from dflash_sglang.checkpoint.own_modules import MASK_EMBEDDING, NOT_LOADED
+from dflash_sglang.checkpoint.shapes import KV_SCALES, RECOMPUTED
 from dflash_sglang.models.loading.checkpoint_form import CheckpointForm, never_read, quantised_layers
 from dflash_sglang.models.loading.nvfp4 import dense_tables
 from dflash_sglang.models.loading.stacking import Shard, load_shard, stacked, still_missing
@@ -18,12 +19,6 @@ from dflash_sglang.sglang_names.scheduler import (
     maybe_remap_kv_scale_name,
 )
 from dflash_sglang.startup.facts import LoadError
-
-_RECOMPUTED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
-"""Rotary tables that some exporters save; RoPE is computed from the config."""
-
-_ELSEWHERE = VOCABULARY_TENSORS + TRAINING_TENSORS
-"""Tensors of the speculators format that are read when the model is built, or belong to training."""
 
 _ORDER = (
     "activation order",
@@ -54,8 +49,8 @@ class Placed(NamedTuple):
     shard: Shard
 
 
-Shapes = Callable[[], Mapping[str, tuple[int, ...]]]
-"""By checkpoint name, as the model's parameters are when it is asked: `DFlashDraftModel.checkpoint_shapes`."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""By checkpoint name, of whole tensors that are not packed."""
 
 
 def load_checkpoint(model: nn.Module, shapes: Shapes, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -67,7 +62,7 @@ def load_checkpoint(model: nn.Module, shapes: Shapes, weights: Iterable[tuple[st
     params = dict(model.named_parameters())
     unexpected: list[str] = []
     loaded: dict[str, set[Shard]] = {}
-    for placed in _places(shapes(), params, dense_tables(weights), unexpected):
+    for placed in _places(shapes, params, dense_tables(weights), unexpected):
         _load(params, placed)
         loaded.setdefault(placed.target, set()).add(placed.shard)
     if unexpected:
@@ -101,7 +96,7 @@ def load_update(model: nn.Module, shapes: Shapes, weights: Iterable[tuple[str, T
     with CheckpointForm(quantised) as form:
         params = dict(model.named_parameters())
         unexpected: list[str] = []
-        update = list(_places(shapes(), params, weights, unexpected))
+        update = list(_places(shapes, params, weights, unexpected))
         if unexpected:
             raise ValueError(unexpected_in_update(unexpected))
         shards: dict[str, set[Shard]] = {}
@@ -135,7 +130,7 @@ def of_others(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def _places(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     params: Mapping[str, nn.Parameter],
     weights: Iterable[tuple[str, Tensor]],
     unexpected: list[str],
@@ -145,7 +140,7 @@ def _places(
     shared: dict[str, Tensor] = {}
     for name, tensor in weights:
         own = name.removeprefix("model.")
-        if name.endswith(_RECOMPUTED) or own in _ELSEWHERE:
+        if name.endswith(RECOMPUTED) or own in NOT_LOADED:
             continue
         target, shard = _place(own, params)
         if target not in params:
@@ -161,7 +156,7 @@ def _places(
         if target == MASK_EMBEDDING:
             tensor = tensor.squeeze()
         expected = shapes.get(own, tuple(tensor.shape))
-        if tensor.dtype not in _PACKED and tensor.shape != expected:
+        if tensor.dtype not in _PACKED and tensor.numel() > 1 and tensor.shape != expected:
             raise LoadError(
                 f"draft checkpoint: tensor {name!r} of shape {tuple(tensor.shape)} and {tensor.dtype}: expected "
                 f"shape {expected}, which config.json describes. Make the checkpoint and its config.json agree."
@@ -187,7 +182,7 @@ def _place(name: str, params: Mapping[str, nn.Parameter]) -> tuple[str, Shard]:
     """(parameter, shard) that a checkpoint tensor belongs to; the parameter may not exist."""
     if name in params:
         return name, None
-    if name.endswith((".k_scale", ".v_scale", ".kv_scale", ".output_scale")):
+    if name.endswith(KV_SCALES):
         return maybe_remap_kv_scale_name(name, dict(params)) or name, None
     return stacked(name)
 

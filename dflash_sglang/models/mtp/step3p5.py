@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from dflash_sglang.checkpoint.files import draft_config
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.kernels.head.pack_shard import Candidates
-from dflash_sglang.models.block_embedding import BlockEmbedding
-from dflash_sglang.models.borrowed import Borrowed, BorrowingDraft
+from dflash_sglang.models.borrowed import BlockEmbedding, Borrowed, BorrowingDraft
 from dflash_sglang.models.head.target_head import TargetHead, find_embedding
 from dflash_sglang.models.layers import Quantisation
 from dflash_sglang.models.loading.stacking import load_shard, stacked, still_missing
 from dflash_sglang.models.mtp.recent_rows import Prompt, RecentRows
-from dflash_sglang.sglang_names.scheduler import DraftParallelSpec, DraftTPExecution, LogitsProcessorOutput
 from dflash_sglang.startup.facts import LoadError
 
 if TYPE_CHECKING:
@@ -64,7 +62,6 @@ class Step3p5MTPDraftModel(BorrowingDraft):
     """
 
     spec: MtpSpec
-    draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
     edges = None  # between candidates: a layer scores its token given the one before
     has_own_head = True
 
@@ -89,12 +86,8 @@ class Step3p5MTPDraftModel(BorrowingDraft):
         """Borrows the target's embedding; once, after loading. recent: what windows' rows read."""
         self._heads = [TargetHead(layer.lm_head) for layer in self.layers]
         self._recent = recent
-        self.borrowed = Borrowed(
-            embedding=BlockEmbedding(find_embedding(target_model), 1.0, None, None),
-            head=self._heads[0],
-            head_copy=None,
-            head_form=f"{len(self._heads)} of its own, as_is",
-        )
+        embedding, form = BlockEmbedding(find_embedding(target_model)), f"{len(self._heads)} of its own, as_is"
+        self.borrowed = Borrowed(embedding, self._heads[0], head_copy=None, head_form=form)
         return self.borrowed
 
     def chooses(self, count: int, choose: Callable[[int, Candidates], Tensor]) -> None:
@@ -106,29 +99,17 @@ class Step3p5MTPDraftModel(BorrowingDraft):
         """What the forwards over a prefill read from now on."""
         self._prompt = prompt
 
-    @torch.no_grad()
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        forward_batch: ForwardBatch,
-        input_embeds: Tensor | None = None,
-        get_embedding: bool = False,
-        pp_proxy_tensors: Any = None,
-    ) -> LogitsProcessorOutput:
-        """positions [rows]: of `RecentRows.window`, or of a prefill.
-
-        The other arguments are the runner's and have no meaning here.
-        """
+    def drafted(
+        self, ids: Tensor, positions: Tensor, forward_batch: ForwardBatch, embedded: Tensor | None
+    ) -> Tensor:
+        """positions [rows]: of `RecentRows.window`, or of a prefill. Layers find their tokens themselves."""
         if forward_batch.forward_mode.is_target_verify():
-            hidden = self._propose(positions, forward_batch)
-        else:
-            assert self._prompt is not None
-            hidden = self._prompt.hidden
-            embed = self._bound().embedding
-            for layer, tokens in zip(self.layers, self._prompt.tokens, strict=True):
-                hidden = layer(embed(tokens), hidden, positions, forward_batch)
-        return LogitsProcessorOutput(next_token_logits=None, hidden_states=hidden)
+            return self._propose(positions, forward_batch)
+        assert self._prompt is not None
+        hidden, embed = self._prompt.hidden, self._bound().embedding
+        for layer, tokens in zip(self.layers, self._prompt.tokens, strict=True):
+            hidden = layer(embed(tokens), hidden, positions, forward_batch)
+        return hidden
 
     def _propose(self, positions: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """All layers, because later windows read their keys and values; as many heads as there are proposals."""

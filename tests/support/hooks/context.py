@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from dflash_sglang.models.context_kv.projection import ContextKV
-from dflash_sglang.prefill_worker import PrefillWorker
 from dflash_sglang.sglang_names.scheduler import get_parallel
-from dflash_sglang.verify.verifier import Verifier
-from dflash_sglang.worker import DFlashWorker
 from tests.support.hooks.pools import kv_buffers, kv_pools, table_of
 from tests.support.scheduler_hooks import PLANTED, note, records
+from tests.support.seam import around
 
 
 def features() -> None:
@@ -26,43 +22,38 @@ def features() -> None:
     Of writes as they are called; a captured one is read from the forward whose graph has made it.
     """
     directory = records()
-    forward = Verifier._forward
     count = itertools.count()
 
     def save(features: torch.Tensor, positions: torch.Tensor) -> None:
         torch.save((positions.cpu(), features.float().cpu()), directory / f"{next(count)}.features")
 
-    def saving(write: Callable[..., None]) -> Callable[..., None]:
-        def saved(self: Any, features: torch.Tensor, positions: torch.Tensor, *of: Any) -> None:
-            if not (directory / "borrowed").exists():
-                model = self._model
-                ids = torch.tensor([model.spec.mask_token_id, 7], device=features.device)
-                with torch.no_grad():
-                    embeddings = model.forward_embed(ids)
-                    tensors = (ids, embeddings, model.head.logits(embeddings))
-                torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
-            save(features, positions)
-            write(self, features, positions, *of)
+    def saved(write: Any, self: Any, features: torch.Tensor, positions: torch.Tensor, *of: Any) -> None:
+        if not (directory / "borrowed").exists():
+            model = self._model
+            ids = torch.tensor([model.spec.mask_token_id, 7], device=features.device)
+            with torch.no_grad():
+                embeddings = model.forward_embed(ids)
+                tensors = (ids, embeddings, model.head.logits(embeddings))
+            torch.save(tuple(tensor.cpu() for tensor in tensors), directory / "borrowed")
+        save(features, positions)
+        write(self, features, positions, *of)
 
-        return saved
-
-    def then_save(self: Any, batch: Any, block: Any, of: Any) -> Any:
+    def then_save(forward: Any, self: Any, batch: Any, block: Any, of: Any) -> Any:
         result = forward(self, batch, block, of)
         if result.can_run_cuda_graph and self._tail.writes_context:
             save(result.logits_output.hidden_states[: len(of.rows.positions)], of.rows.positions)
         return result
 
-    ContextKV.write_prefill = saving(ContextKV.write_prefill)
-    ContextKV.write_planned = saving(ContextKV.write_planned)
-    Verifier._forward = then_save
+    around("context of a prefill", saved)
+    around("context of a step", saved)
+    around("target", then_save)
 
 
 def context() -> None:
     """The draft's KV pool begins as NaN. Of requests whose rid begins with "context", its K and V rows of the
     prompt, as a prefill leaves them or as they arrive, go to a file (`scheduler_hooks.context_of`)."""
-    alloc, extend, arrive = DFlashWorker.alloc_memory_pool, DFlashWorker._extend, DFlashWorker._arrive
 
-    def then_void(self: Any, *args: Any, **kwargs: Any) -> None:
+    def then_void(alloc: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         alloc(self, *args, **kwargs)
         for buffer in kv_buffers(self.model_runner.token_to_kv_pool):
             buffer[self._reservation.page_size :] = float("nan")
@@ -74,17 +65,18 @@ def context() -> None:
                 rows = [buffer[slots] for buffer in kv_buffers(self.model_runner.token_to_kv_pool)]
                 torch.save(torch.stack(rows), records() / f"{req.rid}.context")
 
-    def extend_then_save(self: Any, batch: Any, *args: Any) -> Any:
+    def extend_then_save(extend: Any, self: Any, batch: Any, *args: Any) -> Any:
         result = extend(self, batch, *args)
         save(self, batch)
         return result
 
-    def save_then_arrive(self: Any, batch: Any, *args: Any) -> Any:
+    def save_then_arrive(arrive: Any, self: Any, batch: Any, *args: Any) -> Any:
         save(self, batch)
         return arrive(self, batch, *args)
 
-    DFlashWorker.alloc_memory_pool = then_void
-    DFlashWorker._extend, DFlashWorker._arrive = extend_then_save, save_then_arrive
+    around("pools", then_void)
+    around("prefill", extend_then_save)
+    around("arrival", save_then_arrive)
 
 
 def digests() -> None:
@@ -98,8 +90,7 @@ def digests() -> None:
     """
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin as schedulers
 
-    extend, arrive, arrived = PrefillWorker._extend, DFlashWorker._arrive, set[str]()
-    send, workers = schedulers._send_kv_chunk, list[Any]()
+    send, workers, arrived = schedulers._send_kv_chunk, list[Any](), set[str]()
 
     def digests_of(worker: Any, row: int, length: int, planted: bool) -> dict[str, str]:
         """{"pool position head": hash}"""
@@ -119,7 +110,7 @@ def digests() -> None:
             planted = plants and req.rid.startswith(PLANTED)
             note(f"{file}.{get_parallel().tp_rank}.jsonl", [req.rid, digests_of(worker, row, length, planted)])
 
-    def extend_then_tell(self: Any, batch: Any, *args: Any) -> Any:
+    def extend_then_tell(extend: Any, self: Any, batch: Any, *args: Any) -> Any:
         result = extend(self, batch, *args)
         workers[:] = [self]
         parts = zip(
@@ -134,12 +125,13 @@ def digests() -> None:
             tell(workers[0], "prefilled", req, req.kv.req_pool_idx, len(req.origin_input_ids))
         send(self, req, last_chunk=last_chunk, end_idx=end_idx)
 
-    def tell_then_arrive(self: Any, batch: Any, *args: Any) -> Any:
+    def tell_then_arrive(arrive: Any, self: Any, batch: Any, *args: Any) -> Any:
         for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
             if req.rid not in arrived:  # one that was retracted comes again
                 arrived.add(req.rid)
                 tell(self, "arrived", req, row, len(req.origin_input_ids), plants=True)
         return arrive(self, batch, *args)
 
-    PrefillWorker._extend, DFlashWorker._arrive = extend_then_tell, tell_then_arrive
+    around("prefill server's prefill", extend_then_tell)
+    around("arrival", tell_then_arrive)
     schedulers._send_kv_chunk = tell_then_send

@@ -7,47 +7,46 @@ from typing import Any
 
 import torch
 
-from dflash_sglang.drafting.copies import Copies
-from dflash_sglang.drafting.proposer import Proposer
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.sglang_names.scheduler import get_parallel
-from dflash_sglang.width.requests import Chains
-from dflash_sglang.worker import DFlashWorker
 from tests.support.scheduler_hooks import note, recorded
+from tests.support.seam import around
 
 
 def copies(always: bool = False) -> None:
-    """With copy: block: whether a match of any length is copied is drawn.
+    """With copy: block: whether a match of any length is copied is drawn, but for one that cannot come true.
 
     Steps check that the tokens of slots are those of the requests. A rank's blocks with their copies go to
     copies.RANK.jsonl.
     """
     generator = torch.Generator().manual_seed(0)
-    step, propose, copy = DFlashWorker._step, Proposer.propose, Copies.propose
+    of_worker: list[Any] = []
     file = f"copies.{get_parallel().tp_rank}.jsonl"
 
     def worth(right: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-        return (torch.rand(right.shape, generator=generator) < 0.5) | always
+        return (torch.rand(right.shape, generator=generator) < 0.5) & (right > 0) | always
 
-    def then_look(self: Any, batch: Any, *args: Any) -> Any:
-        Proposer.copies = self._copies
+    def then_look(step: Any, self: Any, batch: Any, *args: Any) -> Any:
+        of_worker[:] = [self._copies]
         return step(self, batch, *args)
 
-    def after_look(self: Any, batch: Any, block: Any) -> Any:
+    def after_look(propose: Any, self: Any, batch: Any, block: Any) -> Any:
         for req, row, prefix in zip(batch.reqs, block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
             known = [*req.origin_input_ids, *req.output_ids][:prefix]  # overlap scheduling knows less than a step
-            slots = self.copies._tables.req_to_token[row, : len(known)].long()
-            held = self.copies.history[slots].tolist()
+            slots = of_worker[0]._tables.req_to_token[row, : len(known)].long()
+            held = of_worker[0].history[slots].tolist()
             assert not req.rid or held == known, (req.rid, held, known)
         return propose(self, batch, block)
 
-    def and_tell(self: Any, batch: Any, block: Any, proposals: Any) -> Any:
+    def and_tell(copy: Any, self: Any, batch: Any, block: Any, proposals: Any) -> Any:
         proposals = copy(self, batch, block, proposals)
         note(file, proposals.tokens.tolist())
         return proposals
 
     find_copy.LEAST, find_copy.worth_copying = 1, worth
-    DFlashWorker._step, Proposer.propose, Copies.propose = then_look, after_look, and_tell
+    around("step", then_look)
+    around("proposals", after_look)
+    around("copies", and_tell)
 
 
 def always_copies() -> None:
@@ -61,13 +60,13 @@ def chains(always: bool = False) -> None:
     Behind the block stand the oracle's tokens, as far as it knows some, one of them wrong or none.
     """
     choices, draws = random.Random(4), random.Random(5)  # of the rank that decides, and of all
-    extend, step, batches = Copies.extend, DFlashWorker._step, [None]
+    batches: list[Any] = [None]
 
-    def then_step(self: Any, batch: Any, *args: Any) -> Any:
+    def then_step(step: Any, self: Any, batch: Any, *args: Any) -> Any:
         batches[0] = batch
         return step(self, batch, *args)
 
-    def with_oracle(self: Any, block: Any, proposals: Any, length: int) -> Any:
+    def with_oracle(extend: Any, self: Any, block: Any, proposals: Any, length: int) -> Any:
         chains = extend(self, block, proposals, length)
         ids, slots = (of.view(block.batch_size, -1) for of in (chains.ids, chains.slots))
         for row, (req, prefix) in enumerate(zip(batches[0].reqs, block.prefix_lens.tolist(), strict=True)):
@@ -82,8 +81,9 @@ def chains(always: bool = False) -> None:
                 self.history[slots[row, there]] = ids[row, there].int()
         return chains
 
-    Chains.pay = lambda self, slots: always or choices.random() < 0.5
-    DFlashWorker._step, Copies.extend = then_step, with_oracle
+    around("chains pay", lambda *_: always or choices.random() < 0.5)
+    around("step", then_step)
+    around("chain", with_oracle)
 
 
 def always_chains() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dflash_sglang.drafting.mtp.source import MtpSource
 from tests.support.scheduler_hooks import note, recorded
+from tests.support.seam import around
 
 
 def mtp() -> None:
@@ -18,14 +18,13 @@ def mtp() -> None:
     mtp.jsonl.
     """
     generator = random.Random(0)
-    init, propose, choose = MtpSource.__init__, MtpSource.propose, MtpSource._choose
 
-    def with_place(self: Any, *args: Any, **settings: Any) -> None:
+    def with_place(init: Any, self: Any, *args: Any, **settings: Any) -> None:
         init(self, *args, **settings)
         # Of each row of a batch, what the layers are to propose; -1: as they like. Graphs read it.
         self.told = torch.full_like(self._tokens, -1)
 
-    def noting(self: Any, batch: Any, block: Any) -> Any:
+    def noting(propose: Any, self: Any, batch: Any, block: Any) -> Any:
         proposed, rows = block.size - 1, []
         for req, prefix in zip(batch.reqs, block.prefix_lens.tolist(), strict=True):
             prompt = list(req.origin_input_ids)
@@ -40,24 +39,25 @@ def mtp() -> None:
             note("mtp.jsonl", [req.rid, prefix, likeliest, proposals.tokens[row, 1:].tolist()])
         return proposals
 
-    def chosen(self: Any, i: int, candidates: Any) -> torch.Tensor:
+    def chosen(choose: Any, self: Any, i: int, candidates: Any) -> torch.Tensor:
         tokens = choose(self, i, candidates)
         told = self.told[: len(tokens), i]
         tokens = torch.where(told >= 0, told, tokens)
         self._tokens[: len(tokens), i] = tokens
         return tokens
 
-    MtpSource.__init__, MtpSource.propose, MtpSource._choose = with_place, noting, chosen
+    around("mtp", with_place)
+    around("mtp proposals", noting)
+    around("mtp choice", chosen)
 
 
 def freed() -> None:
     """Rows of freed sliding slots, all of them slot 0, outweigh all others that a layer of the draft sees."""
-    forward = MtpSource._forward
 
-    def outweighed(self: Any, *args: Any) -> None:
+    def outweighed(forward: Any, self: Any, *args: Any) -> None:
         pool = self._runner.token_to_kv_pool.swa_kv_pool
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer[0] = 50.0
         forward(self, *args)
 
-    MtpSource._forward = outweighed
+    around("mtp layer", outweighed)

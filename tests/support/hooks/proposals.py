@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.proposals import Proposals
-from dflash_sglang.drafting.proposer import Proposer
 from tests.support.scheduler_hooks import note, recorded
+from tests.support.seam import around
 
 
 def oracle() -> None:
     """Proposals are the recorded continuation of the prompt (`scheduler_hooks.record`), some tokens corrupted."""
     generator = torch.Generator().manual_seed(0)
-    propose = Proposer.propose
 
-    def with_oracle(self: Any, batch: Any, block: Any) -> Proposals:
+    def with_oracle(propose: Any, self: Any, batch: Any, block: Any) -> Proposals:
         proposals = propose(self, batch, block)
         tokens, best, replaced = proposals.tokens, proposals.best, False
         best = best and best._replace(ids=best.ids.clone(), logprobs=best.logprobs.clone())
@@ -40,16 +39,15 @@ def oracle() -> None:
             return proposals
         return Proposals.certain(tokens, logprobs=proposals.logprobs)._replace(best=best)
 
-    Proposer.propose = with_oracle
+    around("proposals", with_oracle)
 
 
 def proposals() -> None:
     """Every block's prefix length and proposals go to proposals.jsonl."""
-    propose = Proposer.propose
 
-    def noting(self: Any, batch: Any, block: Any) -> Any:
+    def noting(propose: Any, self: Any, batch: Any, block: Any) -> Any:
         proposals = propose(self, batch, block)
         note("proposals.jsonl", *zip(block.prefix_lens.tolist(), proposals.tokens.tolist(), strict=True))
         return proposals
 
-    Proposer.propose = noting
+    around("proposals", noting)

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 
-from dflash_sglang.verify.recurrent import RecurrentStates
-from dflash_sglang.worker import DFlashWorker
 from tests.support.scheduler_hooks import records
+from tests.support.seam import around
 
 
 def states() -> None:
     """Of requests whose rid begins with "states": the recurrent states after each prefill and each commit, in a
     file per number of tokens (`scheduler_hooks.states_of`)."""
-    commit, extend = RecurrentStates.commit, DFlashWorker._extend
 
     def save(runner: Any, batch: Any, lengths: torch.Tensor) -> None:
         pool = runner.req_to_token_pool
@@ -25,16 +23,17 @@ def states() -> None:
                 kept = [rows[:, slot].clone() for rows in (*states.conv, states.temporal)]
                 torch.save(kept, records() / f"{req.rid}.{length}.states")
 
-    def then_save(self: Any, batch: Any, commit_lens: torch.Tensor, width: int) -> None:
+    def then_save(commit: Any, self: Any, batch: Any, commit_lens: torch.Tensor, width: int) -> None:
         commit(self, batch, commit_lens, width)
         save(self._worker.model_runner, batch, batch.seq_lens + commit_lens)
 
-    def extend_then_save(self: Any, batch: Any, *arguments: Any) -> Any:
+    def extend_then_save(extend: Any, self: Any, batch: Any, *arguments: Any) -> Any:
         result = extend(self, batch, *arguments)
         save(self.target_worker.model_runner, batch, batch.seq_lens)
         return result
 
-    RecurrentStates.commit, DFlashWorker._extend = then_save, extend_then_save
+    around("recurrent states", then_save)
+    around("prefill", extend_then_save)
 
 
 def misplaced() -> None:

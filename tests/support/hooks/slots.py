@@ -7,18 +7,14 @@ from typing import Any
 import torch
 
 from dflash_sglang.drafting.block import longest_prefix
-from dflash_sglang.drafting.draft_input import SlotReservation
-from dflash_sglang.drafting.rings import DraftRings
-from dflash_sglang.drafting.window import DraftWindow
-from dflash_sglang.worker import DFlashWorker
 from tests.support.hooks.pools import kv_buffers, kv_pools, recurrent_states, table_of
+from tests.support.seam import around
 
 
 def poison() -> None:
     """After each decode step, K and V of the rows that were not committed become NaN in both pools."""
-    decode = DFlashWorker._decode
 
-    def then_poison(self: Any, batch: Any, *args: Any) -> Any:
+    def then_poison(decode: Any, self: Any, batch: Any, *args: Any) -> Any:
         requests = batch.req_pool_indices.clone()
         seq_lens = self._slots.relay.new_seq_lens[requests]
         reach, result = _reach(self, batch), decode(self, batch, *args)
@@ -32,30 +28,30 @@ def poison() -> None:
                     buffer[rejected] = float("nan")
         return result
 
-    DFlashWorker._decode = then_poison
+    around("decode", then_poison)
 
 
 def blindfold() -> None:
     """Before each draft forward, K and V of the context that an imposed window leaves out become NaN; in the
     batch's rings, all that its blocks do not read."""
-    step, cut = DFlashWorker._step, DraftWindow.cut
+    pools: list[Any] = []
 
-    def before_step(self: Any, *args: Any) -> Any:
-        DraftWindow.pool = self.model_runner.token_to_kv_pool
+    def before_step(step: Any, self: Any, *args: Any) -> Any:
+        pools[:] = [self.model_runner.token_to_kv_pool]
         return step(self, *args)
 
-    def then_poison(self: Any, block: Any) -> Any:
+    def then_poison(cut: Any, self: Any, block: Any) -> Any:
         """NaN in the draft's pool at every context position that the window leaves out."""
         seen = cut(self, block)
         assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
         for request, prefix in zip(block.requests.tolist(), block.prefix_lens.tolist(), strict=True):
             first = max(prefix - self.span.window, 0) // self.span.page_size * self.span.page_size
             outside = self._source[request, self.span.sinks : max(first, self.span.sinks)].long()
-            for buffer in kv_buffers(self.pool):
+            for buffer in kv_buffers(pools[0]):
                 buffer[outside] = float("nan")
         return seen
 
-    def then_poison_rings(self: Any, block: Any) -> Any:
+    def then_poison_rings(cut: Any, self: Any, block: Any) -> Any:
         """NaN in the rings of the batch at every slot that its blocks do not read."""
         seen = cut(self, block)
         assert not block.exact or seen.kv_len_bounds.tolist() == (seen.prefix_lens + block.size).tolist()
@@ -67,17 +63,17 @@ def blindfold() -> None:
                 buffer[first : first + self.shape.size][unread] = float("nan")
         return seen
 
-    DFlashWorker._step, DraftWindow.cut, DraftRings.cut = before_step, then_poison, then_poison_rings
+    around("step", before_step)
+    around("window", then_poison)
+    around("rings", then_poison_rings)
 
 
 def sentinels() -> None:
     """Each step may change only its own slots and recurrent states, and a reservation only its own rows; between
     steps no slot changes; the state of padding stays finite."""
-    forward = DFlashWorker.forward_batch_generation
-    reserve = SlotReservation.reserve
     copies: list[torch.Tensor] = []
 
-    def guarded_forward(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded_forward(forward: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         table = table_of(self)
         # As integers, NaN is equal.
         buffers = [buffer.view(torch.int32) for pool in kv_pools(self) for buffer in kv_buffers(pool)]
@@ -105,7 +101,7 @@ def sentinels() -> None:
                 raise AssertionError(f"slots {changed} belong to no request of the batch")
         return result
 
-    def guarded_reserve(self: Any, batch: Any) -> Any:
+    def guarded_reserve(reserve: Any, self: Any, batch: Any) -> Any:
         table = batch.req_to_token_pool.req_to_token
         before = table.clone()
         allocated = {req.kv.req_pool_idx: req.kv.kv_allocated_len for req in batch.reqs}
@@ -115,8 +111,8 @@ def sentinels() -> None:
             assert allocated[row] <= column < self.row_limit, f"column {column} of row {row}"
         return result
 
-    DFlashWorker.forward_batch_generation = guarded_forward
-    SlotReservation.reserve = guarded_reserve
+    around("batch", guarded_forward)
+    around("reservation", guarded_reserve)
 
 
 def _own_slots(worker: Any, batch: Any) -> torch.Tensor:

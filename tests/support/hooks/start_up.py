@@ -12,9 +12,9 @@ import torch
 
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention
 from dflash_sglang.warmup.dummy_batches import Rehearsal
-from dflash_sglang.worker import DFlashWorker
 from tests.support.hooks.pools import kv_buffers, kv_pools, recurrent_states
 from tests.support.scheduler_hooks import note, records
+from tests.support.seam import around
 
 
 def rehearsals() -> None:
@@ -22,8 +22,6 @@ def rehearsals() -> None:
     number of a later step; says so in `rehearsed`."""
     names = ("seconds", "prefill", "step")
     ran: dict[str, list[Any]] = {name: [] for name in names}
-    init_cuda_graphs, prewarm_sampling = DFlashWorker.init_cuda_graphs, DFlashWorker.prewarm_sampling
-    rehearsed_prefill = DFlashWorker._rehearsed_prefill
     before: list[torch.Tensor] = []
 
     def counting(name: str) -> Any:
@@ -35,7 +33,7 @@ def rehearsals() -> None:
 
         return counted
 
-    def prefilled(self: Any, batch: Any) -> None:
+    def prefilled(rehearsed_prefill: Any, self: Any, batch: Any) -> None:
         """Lengths of the states that a prefix cache would keep, where there is one of states."""
         if batch.mamba_track_seqlens_cpu is not None:
             ran["prefill"][-1].append(batch.mamba_track_seqlens_cpu)
@@ -48,11 +46,11 @@ def rehearsals() -> None:
         tensors += [rows[:, 1:] for rows in recurrent_states(self)]
         return tensors
 
-    def watched(self: Any) -> None:
+    def watched(init_cuda_graphs: Any, self: Any) -> None:
         before.extend(tensor.clone() for tensor in state(self))
         init_cuda_graphs(self)
 
-    def compared(self: Any) -> Any:
+    def compared(prewarm_sampling: Any, self: Any) -> Any:
         random_state = torch.get_rng_state()
         policy = self._widths._policy
 
@@ -74,10 +72,11 @@ def rehearsals() -> None:
         (records() / "rehearsed").write_text(json.dumps([ran, json.loads(told)[1]]))
         return result
 
-    DFlashWorker._rehearsed_prefill = prefilled
+    around("rehearsed prefill", prefilled)
     for name in names:
         setattr(Rehearsal, name, counting(name))
-    DFlashWorker.init_cuda_graphs, DFlashWorker.prewarm_sampling = watched, compared
+    around("graphs", watched)
+    around("warm-up", compared)
 
 
 def firsts() -> None:
@@ -86,8 +85,6 @@ def firsts() -> None:
     (when, which) kernels Triton compiles or loads, at start-up or for a request, go to kernels.jsonl; buffers that
     this package has when SGLang has sized the KV pools, to taken.json.
     """
-    forward, prewarm_sampling = DFlashWorker.forward_batch_generation, DFlashWorker.prewarm_sampling
-    alloc_memory_pool = DFlashWorker.alloc_memory_pool
     there: list[set[Any]] = []
     storages: set[tuple[int, int]] = set()  # of all tensors at the end of the start-up, graphs' inputs among them
 
@@ -99,18 +96,18 @@ def firsts() -> None:
     def loaded(*args: Any) -> None:
         note("kernels.jsonl", ["request" if there else "start-up", str(args[2])])
 
-    def sized(self: Any, **pools: Any) -> None:
+    def sized(alloc_memory_pool: Any, self: Any, **pools: Any) -> None:
         taken = [(where, _storage(tensor)[1]) for where, tensor in _own_tensors(self)]
         (records() / "taken.json").write_text(json.dumps(taken))
         alloc_memory_pool(self, **pools)
 
-    def prewarmed(self: Any) -> Any:
+    def prewarmed(prewarm_sampling: Any, self: Any) -> Any:
         result = prewarm_sampling(self)
         there[:] = now(self)
         storages.update(_storage(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
         return result
 
-    def watched(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(forward: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         mode = batch.forward_mode.name
         result = forward(self, batch, *args, **kwargs)
         modules, buffers = (list(after - before) for after, before in zip(now(self), there, strict=True))
@@ -121,8 +118,9 @@ def firsts() -> None:
         from triton import knobs
 
         knobs.runtime.kernel_load_start_hook.add(loaded)
-    DFlashWorker.prewarm_sampling, DFlashWorker.forward_batch_generation = prewarmed, watched
-    DFlashWorker.alloc_memory_pool = sized
+    around("warm-up", prewarmed)
+    around("batch", watched)
+    around("pools", sized)
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:

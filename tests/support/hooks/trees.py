@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_sglang.verify.tree import TreeVerify
-from dflash_sglang.width.decider import Decider
 from tests.support.hooks.widths import take_a_second
 from tests.support.scheduler_hooks import note
+from tests.support.seam import around
 
 
 def trees() -> None:
@@ -22,29 +21,28 @@ def always_trees() -> None:
 
 def _allow(among: Any) -> None:
     """among: (the kinds of steps that are trees, all kinds) -> those that the policy chooses from."""
-    allowed = Decider._allowed
 
-    def drawn_from(self: Any, *load: Any) -> list[int]:
+    def drawn_from(allowed: Any, self: Any, *load: Any) -> list[int]:
         kinds = allowed(self, *load)
         return among([kind for kind in kinds if self.kinds[kind].nodes], kinds)
 
-    Decider._allowed = drawn_from
+    around("kinds", drawn_from)
     take_a_second()
 
 
 def grown() -> None:
     """Of every request's tree, its tokens, parents and accepted nodes go to grown.jsonl."""
-    choose, move = TreeVerify.choose, TreeVerify.move_paths
     chosen: list[Any] = []
 
-    def noting(self: Any, batch: Any, *arguments: Any) -> Any:
+    def noting(choose: Any, self: Any, batch: Any, *arguments: Any) -> Any:
         rows = choose(self, batch, *arguments)
         chosen[:] = [req.rid for req in batch.reqs], rows.by_request(rows.rows.ids).clone()
         return rows
 
-    def then_note(self: Any, paths: Any) -> None:
+    def then_note(move: Any, self: Any, paths: Any) -> None:
         move(self, paths)
         columns = (of.tolist() for of in (chosen[1], paths.tree.parents, paths.nodes))
         note("grown.jsonl", *zip(chosen[0], *columns, strict=True))
 
-    TreeVerify.choose, TreeVerify.move_paths = noting, then_note
+    around("tree", noting)
+    around("paths", then_note)

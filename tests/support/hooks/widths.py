@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_sglang.drafting.row_reader import RowReader
 from dflash_sglang.sglang_names.scheduler import get_parallel
-from dflash_sglang.verify.verifier import Verifier
 from dflash_sglang.width import decider, startup
-from dflash_sglang.width.decider import Choice, Chooser, Decider
-from dflash_sglang.width.step_times import StepTimes
+from dflash_sglang.width.decider import Choice
 from tests.support.scheduler_hooks import note
+from tests.support.seam import around
 
 
 def widths() -> None:
@@ -27,23 +25,22 @@ def widths() -> None:
     take_a_second()
     draws = cache(lambda: random.Random(get_parallel().tp_rank))
 
-    def some(self: Any, bucket: int, allowed: Sequence[int], *_: Any) -> Choice:
+    def some(_: Any, self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
         return Choice(draws().choice(allowed), "gain")
 
-    Chooser.choose = some
+    around("kind", some)
 
 
 def take_a_second() -> None:
     """Steps of trees that nobody measured, which the policy would not choose: their time is infinite."""
-    filled = StepTimes._filled
-    StepTimes._filled = lambda self, base: np.nan_to_num(filled(self, base), posinf=1.0)
+    around("step times", lambda filled, self, base: np.nan_to_num(filled(self, base), posinf=1.0))
 
 
 def stretches() -> None:
     """Behind widths: some steps of width 1 are followed by up to 11 others."""
-    choose, draws, left = Chooser.choose, random.Random(2), [0]
+    draws, left = random.Random(2), [0]
 
-    def stretched(self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
+    def stretched(choose: Any, self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
         if left[0] == 0:
             choice = choose(self, bucket, allowed, *load)
             left[0] = draws.randrange(12) if choice.kind == 0 else 0
@@ -51,7 +48,7 @@ def stretches() -> None:
         left[0] -= 1
         return Choice(0, "gain")
 
-    Chooser.choose = stretched
+    around("kind", stretched)
 
 
 def probes() -> None:
@@ -65,32 +62,32 @@ def shares() -> None:
     Ragged steps are likelier than others.
     """
     draws, generator = random.Random(1), torch.Generator().manual_seed(2)
-    read, allowed = RowReader.read, Decider._allowed
 
-    def some(self: Any, options: Any, rates: Any) -> dict[int, int]:
+    def some(_: Any, self: Any, options: Any, rates: Any) -> dict[int, int]:
         of_kind: dict[int, list[int]] = {}
         for at, kind in enumerate(options.kind.tolist()):
             of_kind.setdefault(kind, []).append(at)
         return {kind: draws.choice(of) for kind, of in of_kind.items()}
 
-    def of_no_draft(self: Any, bs: int, steps: int, padded: int) -> Any:
+    def of_no_draft(read: Any, self: Any, bs: int, steps: int, padded: int) -> Any:
         logprobs, best = read(self, bs, steps, padded)
         return -torch.rand((bs, steps), generator=generator).to(logprobs.device), best
 
-    def ragged_more_often(self: Any, *load: Any) -> list[int]:
+    def ragged_more_often(allowed: Any, self: Any, *load: Any) -> list[int]:
         kinds = allowed(self, *load)
         return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
 
-    Decider._best, Decider._allowed, RowReader.read = some, ragged_more_often, of_no_draft
+    around("options", some)
+    around("kinds", ragged_more_often)
+    around("logprobs", of_no_draft)
 
 
 def shapes() -> None:
     """Of every step with requests, its form and a hash of its rows go to shapes.RANK.jsonl: ids, positions, slots,
     of ragged chains how many a request has, of trees the parents. Then the block's width, and of ragged chains the
     rows of each request by its rid."""
-    verify = Verifier.verify
 
-    def noting(self: Any, batch: Any, block: Any, proposals: Any, rows: Any, *arguments: Any) -> Any:
+    def noting(verify: Any, self: Any, batch: Any, block: Any, proposals: Any, rows: Any, *arguments: Any) -> Any:
         parts, lens = [*rows.rows], dict[str, int]()
         if rows.ragged is not None:
             parts.append(rows.ragged.lens)
@@ -104,4 +101,4 @@ def shapes() -> None:
         )
         return verify(self, batch, block, proposals, rows, *arguments)
 
-    Verifier.verify = noting
+    around("verify", noting)

@@ -6,7 +6,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,12 +37,6 @@ def grown(requests: int, nodes: int, generator: torch.Generator, most: int | Non
     ids = torch.zeros(chances.shape, dtype=torch.int64)
     grow_tree_torch(torch.zeros(requests, dtype=torch.int64), Candidates(ids, chances), tokens, rows)
     return tree
-
-
-def chain(requests: int, nodes: int) -> Tree:
-    node = torch.arange(nodes, dtype=torch.int32).expand(requests, -1)
-    ancestors = (torch.ones(nodes, dtype=torch.int64) << torch.arange(1, nodes + 1)) - 1
-    return Tree(node - 1, node, ancestors.expand(requests, -1), torch.zeros(requests, nodes))
 
 
 def path(tree: Tree, request: int, node: int) -> list[int]:
@@ -146,9 +139,3 @@ def test_a_node_attends_as_the_last_of_its_path(prefixes, nodes, window, seed):
         for node in {0, nodes - 1, *shuffle.sample(range(nodes), min(nodes, 8))}:
             expected = batch.alone(request, path(tree, request, node), window)
             torch.testing.assert_close(got[request, node], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_tree_that_is_a_chain_gives_a_chain_bit_for_bit(window):
-    batch = Batch([0, 7, 40], 16, seed=1)
-    assert torch.equal(batch.attend(chain(3, 16), window), batch.attend(None, window))

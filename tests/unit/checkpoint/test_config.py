@@ -12,9 +12,8 @@ from transformers import AutoConfig, Qwen3Config
 from dflash_sglang.checkpoint import DraftSpec, LayerAttention, RopeSpec
 from dflash_sglang.checkpoint.families import foreign
 from dflash_sglang.checkpoint.left_out import Flags
-from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
+from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig, PluginConfigError
 from dflash_sglang.settings.width import WidthConfig
-from tests.support.draft_formats import speculators_config
 from tests.support.reference_dflash2 import dflash2_config
 from tests.support.reference_dspark import dspark_config
 from tests.support.tiny import draft_config
@@ -61,7 +60,6 @@ def test_causality_of_each_layer_kind_follows_the_first_flag_that_is_present() -
 # What is said in place of layer_types -> whether the sliding layers are causal.
 WITHOUT_LAYER_TYPES: list[tuple[dict[str, Any], bool]] = [
     ({"dflash_config": {"use_swa": True}}, False),
-    ({"use_swa": True}, False),
     ({"use_sliding_window": True, "max_window_layers": 0}, False),
     ({"dflash_config": {"use_swa": True, "sliding_window_non_causal": False}}, True),
     ({"dflash_config": {"use_swa": True}, "sliding_window_non_causal": True}, False),
@@ -97,7 +95,7 @@ def test_without_layer_types_the_layers_are_those_of_transformers_qwen3() -> Non
 
 NESTED_SIZES = {"hidden_size": 96, "head_dim": 24}
 UNNESTED = {"mask_token_id": None, "target_layer_ids": None, "num_target_layers": 36}
-FP8, MODELOPT = {"quant_method": "fp8"}, {"quant_algo": "W4A16_NVFP4"}
+MODELOPT = {"quant_algo": "W4A16_NVFP4"}
 GPT_OSS: dict[str, Any] = {"model_type": "gpt_oss", "rope_parameters": YARN}
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # the window counts the current token and comes from any of its names
@@ -113,7 +111,6 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"block_size": 16, "mask_token_id": 0, "target_layer_ids": [2, 0], "num_target_layers": None,
       "dflash_config": UNNESTED}, {"block_size": 16, "mask_token_id": 0, "target_layer_ids": (2, 0),
       "num_target_layers": 36}),
-    ({"dflash_config": {"target_layer_ids": [4, 0, 2]}}, {"target_layer_ids": (4, 0, 2)}),
     ({"text_config": NESTED_SIZES}, NESTED_SIZES),
     # defaults of the published format, and of the class of the config's model
     ({"num_key_value_heads": None, "rms_norm_eps": None}, {"num_kv_heads": 4, "rms_norm_eps": 1e-6}),
@@ -122,7 +119,6 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # what scales and what is quantised
     ({}, {"attention_value_scale": None, "quantization": None, "dflash2": None}),
     ({"dflash_config": {"attention_value_scale": 0.612}}, {"attention_value_scale": 0.612}),
-    ({"quantization_config": FP8}, {"quantization": "fp8"}),
     ({"quantization_config": MODELOPT}, {"quantization": "W4A16_NVFP4"}),
 ]  # fmt: skip
 
@@ -132,14 +128,14 @@ def test_a_field_is_read_from_each_of_its_places() -> None:
         assert read_as(spec(**fields), expected) == expected, fields
 
 
-def test_the_published_layout_of_dflash2_is_read() -> None:
-    sizes = {"taps": 2, "group_size": 16, "selector_rank": 12, "selector_top_k": 5, "block_size": 8}
-    shapes = {"logit_multiplier": 1, "logit_softcap": None, "embedding_scale": 1}
-    read = DraftSpec.from_config(dflash2_config())
-    assert read_as(read, sizes | shapes) == sizes | shapes and not any(layer.causal for layer in read.layers)
-    scaled = {"output_multiplier": 2, "final_logit_softcapping": 30.0, "input_embedding_scale": 8.0}
-    read = DraftSpec.from_config(dflash2_config(final_logit_softcapping=15.0, dflash_config=scaled))
-    assert read_as(read, shapes) == {"logit_multiplier": 2, "logit_softcap": 30, "embedding_scale": 8}
+def test_a_dflash2_scales_as_its_own_object_says() -> None:
+    for scaled, expected in (
+        ({}, {"logit_multiplier": 1, "logit_softcap": None, "embedding_scale": 1}),
+        ({"output_multiplier": 2, "final_logit_softcapping": 30.0, "input_embedding_scale": 8.0},
+         {"logit_multiplier": 2, "logit_softcap": 30, "embedding_scale": 8}),
+    ):  # fmt: skip
+        read = DraftSpec.from_config(dflash2_config(final_logit_softcapping=15.0, dflash_config=scaled))
+        assert read_as(read, expected) == expected and not any(layer.causal for layer in read.layers)
 
 
 def test_without_a_head_dim_it_is_transformers() -> None:
@@ -199,13 +195,6 @@ def test_the_anchors_row_proposes_by_either_name_in_every_place(family: str) -> 
                 assert (read.anchor_proposes, read.block_size, read.draft_rows(5)) == (first, 8 + first, 5 - first)
 
 
-def test_the_anchors_row_proposes_in_the_speculators_format_too() -> None:
-    config = speculators_config(draft_config())
-    for fields in ({"sample_from_anchor": True}, {"dflash_config": {"query_zero_predicts_next": True}}):
-        read = DraftSpec.from_config({**config, "sample_from_anchor": None, **fields})
-        assert (read.anchor_proposes, read.block_size, read.draft_rows(9)) == (True, 9, 8)
-
-
 # ---- The rotary embedding ----------------------------------------------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 2}
@@ -213,22 +202,17 @@ QUARTER = {"partial_rotary_factor": 0.25}
 MROPE = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, **QUARTER}  # of a multimodal target
 # fields -> base, scaling, rotated dimensions of 16, halves against each other
 ROPES: list[tuple[dict[str, Any], tuple[float, Any, int, bool]]] = [
-    ({"rope_theta": 5e6}, (5e6, None, 16, True)),
     ({"rope_theta": 1, "rope_parameters": {"rope_theta": 7.0}}, (7.0, None, 16, True)),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, (2e4, None, 16, True)),
     ({"rope_scaling": YARN}, (1e4, YARN, 16, True)),
     ({"rope_scaling": {"type": "linear", "factor": 2}}, (1e4, LINEAR, 16, True)),
-    ({"rope_parameters": {**YARN, "rope_theta": 3.0}}, (3.0, YARN, 16, True)),
     ({"rope_parameters": {**YARN, "rope_theta": 3.0}, "rope_scaling": YARN}, (3.0, YARN, 16, True)),
     ({"partial_rotary_factor": 0.5}, (1e4, None, 8, True)),
     # Inside it was copied from the target: the trainers' Qwen3 rotates the whole head.
     ({"rope_parameters": QUARTER}, (1e4, None, 16, True)),
     ({"rope_scaling": {**QUARTER, "type": "default"}}, (1e4, None, 16, True)),
-    ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, (1e4, YARN, 16, True)),
-    ({"rope_parameters": QUARTER, "partial_rotary_factor": 0.5}, (1e4, None, 8, True)),
     ({"rope_parameters": YARN, "partial_rotary_factor": 0.5}, (1e4, YARN, 8, True)),
     ({"rope_scaling": {"rope_dim": 12, **QUARTER}}, (1e4, None, 12, True)),
-    ({"rope_dim": 4}, (1e4, None, 4, True)),
     ({"is_neox_style": False}, (1e4, None, 16, False)),
     ({"rope_is_neox_style": False, "is_neox_style": True}, (1e4, None, 16, False)),
     *(({"rope_parameters": {"rope_type": kind, "rope_theta": 1e7, **MROPE}}, (1e7, None, 16, True))
@@ -240,13 +224,6 @@ ROPES: list[tuple[dict[str, Any], tuple[float, Any, int, bool]]] = [
 def test_rope_is_read_from_every_spelling() -> None:
     for fields, expected in ROPES:
         assert spec(**fields).rope == RopeSpec(*expected), fields
-
-
-def test_a_speculators_draft_rotates_the_whole_head_wherever_a_factor_stands() -> None:
-    config = speculators_config(draft_config())
-    for decoder, top in (({"rope_parameters": {"rope_theta": 1e4, **QUARTER}}, {}), (QUARTER, {}), ({}, QUARTER)):
-        nested = {"transformer_layer_config": {**config["transformer_layer_config"], **decoder}}
-        assert DraftSpec.from_config({**config, **top, **nested}).rope.rotary_dim == 16
 
 
 # Fields of a config -> what it means, where transformers' class fills in what they leave out.
@@ -277,48 +254,37 @@ def test_a_rope_that_is_left_out_is_the_one_of_the_models_class() -> None:
 
 # ---- The plugin's settings ---------------------------------------------------------------------------------
 
-WIDTHS = ("4", '"block"', '"auto"', '{"trees": [16]}')
-
 
 def test_the_plugin_config_is_read_inline_and_from_a_file(tmp_path: Any) -> None:
     path = tmp_path / "plugin.json"
     path.write_text(json.dumps({"context_kv": "per_layer"}))
-    assert PluginConfig.from_env({}) == PluginConfig(context_kv="auto")
-    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": ' {"context_kv": "stacked"} '}).context_kv == "stacked"
-    assert PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": str(path)}).context_kv == "per_layer"
-    widths = [PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": f'{{"width": {value}}}'}).width for value in WIDTHS]
-    assert widths == [
-        WidthConfig(fixed=4),
-        WidthConfig(fixed="block"),
-        WidthConfig(),
-        WidthConfig(trees=(16,)),
-    ]
-    assert PluginConfig().width == WidthConfig()
-    heads = [PluginConfig.from_mapping(settings).draft_head for settings in ({}, {"draft_head": "as_is"})]
-    assert heads == ["auto", "as_is"]
-
-
-@pytest.mark.parametrize(("source", "message"), [
-    ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
-    ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
-    ('{"draft_head": "int8"}', "draft_head='int8'.*expected one of auto, as_is, fp8"),
-    ('{"context_kv": 1}', r"context_kv=1 \(int\)"),
-    ('{"context_kv": ["auto"]}', r"context_kv=\['auto'\] \(list\)"),
-    ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
-    ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
-    ('{"width": {"ragged": true}}', "width: unknown key 'ragged'. Known keys: widths, fixed"),
-    ('{"width": {"trees": [1]}}', r"width: trees=1 \(int\): expected whole numbers from 2 to 64"),
-    ('{"width": {"reserve": 1}}', "width: unknown key 'reserve'. Known keys: widths, fixed"),
-    ("{", "is not JSON"),
-    ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
-])  # fmt: skip
-def test_a_plugin_config_outside_the_schema_is_an_error_that_names_the_key(source: str, message: str) -> None:
-    with pytest.raises(PluginConfigError, match=message):
-        PluginConfig.from_env({"DFLASH_SGLANG_CONFIG": source})
-
-
-def test_proposals_are_drawn_by_default_where_the_draft_has_a_joint_distribution() -> None:
+    for source, expected in (
+        (None, PluginConfig(context_kv="auto", draft_head="auto", width=WidthConfig(), proposals="auto")),
+        (' {"context_kv": "stacked"} ', PluginConfig(context_kv="stacked")),
+        (str(path), PluginConfig(context_kv="per_layer")),
+        ('{"width": 4}', PluginConfig(width=WidthConfig(fixed=4))),
+        ('{"width": "block"}', PluginConfig(width=WidthConfig(fixed="block"))),
+        ('{"width": "auto"}', PluginConfig()),
+        ('{"width": {"trees": [16]}}', PluginConfig(width=WidthConfig(trees=(16,)))),
+        ('{"draft_head": "as_is"}', PluginConfig(draft_head="as_is")),
+    ):
+        assert PluginConfig.from_env({} if source is None else {CONFIG_ENV: source}) == expected, source
     for setting, plain, selector in (("auto", False, True), ("argmax", False, False), ("drawn", True, True)):
         config = PluginConfig.from_mapping({"proposals": setting})
         assert (config.draws(joint=False), config.draws(joint=True)) == (plain, selector)
-    assert PluginConfig().proposals == "auto"
+
+
+def test_a_plugin_config_outside_the_schema_is_an_error_that_names_the_key() -> None:
+    for source, message in (
+        ('{"context_kvs": "auto"}', "unknown key 'context_kvs'. Known keys: context_kv"),
+        ('{"context_kv": "fast"}', "context_kv='fast'.*expected one of auto, stacked, per_layer"),
+        ('{"draft_head": ["fp8"]}', r"draft_head=\['fp8'\] \(list\).*expected one of auto, as_is, fp8"),
+        ('{"width": 0}', r"DFLASH_SGLANG_CONFIG: width: fixed=0 \(int\): expected a whole number from 1 to"),
+        ('{"width": "wide"}', r"width: fixed='wide' \(str\): expected .*'block' for that, or 'tree N'"),
+        ('{"width": {"ragged": true}}', "width: unknown key 'ragged'. Known keys: widths, fixed"),
+        ('{"width": {"trees": [1]}}', r"width: trees=1 \(int\): expected whole numbers from 2 to 64"),
+        ("{", "is not JSON"),
+        ("/nowhere/plugin.json", "neither inline JSON.*nor a readable file"),
+    ):
+        with pytest.raises(PluginConfigError, match=message):
+            PluginConfig.from_env({CONFIG_ENV: source})

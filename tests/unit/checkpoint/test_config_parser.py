@@ -48,15 +48,10 @@ def test_a_launch_without_dflash_reads_every_config_by_itself(
     from sglang.srt import runtime_context
 
     draft = speculators(tmp_path, ())
-    for resolved in (
-        None,
-        arguments(draft, speculative_algorithm="EAGLE3"),
-        arguments(draft, speculative_algorithm=None),
-    ):
+    for resolved in (None, *(arguments(draft, speculative_algorithm=other) for other in ("EAGLE3", None))):
         monkeypatch.setattr(hooks, "_resolved", resolved)
         assert parsed(draft) == "SGLang's"
     monkeypatch.setattr(hooks, "_resolved", None)
-    monkeypatch.setattr(
-        runtime_context, "get_server_args", lambda: arguments(draft, speculative_algorithm="dflash")
-    )
+    of_scheduler = arguments(draft, speculative_algorithm="dflash")
+    monkeypatch.setattr(runtime_context, "get_server_args", lambda: of_scheduler)
     assert parsed(draft).model_type == "qwen3"  # in a scheduler, which SGLang has given its arguments

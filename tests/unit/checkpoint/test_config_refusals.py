@@ -46,21 +46,17 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
     (plain, {"block_size": None}, "block_size=None: expected the trained block length. Set "
      "--speculative-dflash-block-size to the tokens of a block, or add dflash_config.block_size to"),
     (plain, {"block_size": 8.0}, "block_size=8.0: expected an integer >= 1. Correct block_size in"),
-    (in_dflash, {"block_size": "8"}, "dflash_config.block_size='8': expected an integer >= 1"),
     (in_dflash, {"mask_token_id": None}, "mask_token_id=None: expected the id that stands for a position to be "
      "proposed. Add dflash_config.mask_token_id (the one it was trained with)"),
-    (in_dflash, {"mask_token_id": -1}, "dflash_config.mask_token_id=-1: expected an integer >= 0"),
     (in_dflash, {"mask_token_id": True}, "dflash_config.mask_token_id=True: expected an integer >= 0"),
     (in_dflash, {"target_layer_ids": None}, "target_layer_ids=None: expected the layers of the target that the "
      "draft was trained on, in the order of fc's columns. Add dflash_config.target_layer_ids (its model card"),
     (in_dflash, {"target_layer_ids": []}, "dflash_config.target_layer_ids=[]: expected a non-empty list of"),
-    (in_dflash, {"target_layer_ids": [1, "3"]}, "dflash_config.target_layer_ids=[1, '3']: expected a non-empty"),
     (exported, {"mask_token_id": None}, "mask_token_id=None: expected the id ... Add mask_token_id (the one"),
     (exported, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids=None: expected the layers of "
      "the target ... Add aux_hidden_state_layer_ids (its model card"),
     (exported, {"aux_hidden_state_layer_ids": [0, 3, 4]}, "aux_hidden_state_layer_ids=[0, 3, 4]: expected a "
      "non-empty list of integers >= 1, each once (1 is the output of the target's first layer). Write the layers"),
-    (exported_dflash2, {"aux_hidden_state_layer_ids": [2, 4, 2]}, "aux_hidden_state_layer_ids=[2, 4, 2]:"),
     (exported, {"target_hidden_size": 128}, "target_hidden_size=128: expected null or the draft's hidden_size of "
      "64. Serve a draft whose features are as wide as its layers."),
     # layers
@@ -70,13 +66,10 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
      "sliding_attention. This worker has no other draft layer; serve a checkpoint of these layer types."),
     (plain, {"sliding_window": None}, "sliding_window=None: expected the window of the sliding_attention layers, "
      "in tokens. Set --speculative-draft-window-size to the window that the draft was trained with, or add"),
-    (plain, {"sliding_window": 0}, "sliding_window=0: expected an integer >= 1"),
     (plain, {"use_sliding_window": False}, "use_sliding_window=False: expected true beside sliding_attention "
      "layers: transformers gives them no window otherwise. Set it to true if the draft was trained with its"),
     (plain, {"is_causal": "no"}, "is_causal='no': expected true or false"),
-    (in_dflash, {"causal": 1}, "dflash_config.causal=1: expected true or false"),
     (plain, {"hidden_size": None}, f"hidden_size=None: expected {PRESENT}. Add hidden_size to the draft's"),
-    (exported, {"decoder": {"hidden_size": None}}, f"hidden_size=None: expected {PRESENT}."),
     (plain, {"hidden_act": "gelu"}, "hidden_act='gelu': expected silu or swigluoai. The draft's MLP is a SwiGLU;"),
     (plain, {"hidden_act": "swigluoai"}, "swiglu_alpha=None: expected a positive number beside "
      "hidden_act='swigluoai'. Add swiglu_alpha (the one that the draft was trained with)"),
@@ -85,7 +78,6 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
     (plain, {"rope_scaling": {"rope_type": "fope"}}, f"rope_scaling.rope_type='fope': expected {FREQUENCIES}."),
     (plain, {"rope_scaling": {"rope_type": "proportional", "rope_dim": 8, "factor": 2.0}},
      "rope_scaling.factor=2.0: expected none beside rope_type='proportional'"),
-    (plain, {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor=None: expected a positive number"),
     (plain, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters={'full_attention': "
      "... expected one object with the rope parameters of every draft layer. Write one flat rope_parameters"),
     (plain, {"rope_parameters": {"rope_theta": 3.0}, "rope_scaling": YARN},
@@ -94,7 +86,6 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
     (plain, {"rope_dim": 18}, "rope_dim=18: expected an even rotary width of at most head_dim=16"),
     (plain, {"model_type": "of_next_year", "rope_theta": None}, "rope_parameters=None: expected its value, which "
      "transformers does not fill in for model_type='of_next_year'. Add rope_parameters (the one that"),
-    (plain, {"model_type": "of_next_year", "rms_norm_eps": None}, "rms_norm_eps=None: expected its value"),
     (plain, {"model_type": "encoder-decoder", "rope_theta": None}, "model_type='encoder-decoder': expected the "
      "type of a language model ( ... Correct it in config.json."),
     (plain, {"model_type": "laguna", "rope_theta": None}, "rope_parameters={"),
@@ -103,13 +94,8 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
      "quantization_config={'bits': 4}: expected an object with a quant_method. Add "
      "quantization_config.quant_method to"),
     (in_dflash, {"attention_value_scale": -1}, "dflash_config.attention_value_scale=-1: expected a positive"),
-    (in_dflash, {"attention_sink_bias": 1}, "dflash_config.attention_sink_bias=1: expected true or false."),
-    (in_dflash, {"final_logit_softcapping": -30.0}, "dflash_config.final_logit_softcapping=-30.0: expected a"),
-    (in_dflash, {"output_multiplier": 0}, "dflash_config.output_multiplier=0: expected a positive number."),
-    (in_dflash, {"input_embedding_scale": "2"}, "dflash_config.input_embedding_scale='2': expected a positive"),
     (in_dflash, {"input_embedding_scale": float("inf")}, "dflash_config.input_embedding_scale=inf: expected a"),
     (plain, {"has_lm_head": "yes"}, "has_lm_head='yes': expected true or false."),
-    (exported, {"draft_vocab_size": 0}, "draft_vocab_size=0: expected an integer >= 1."),
     # whose row proposes
     (plain, {"sample_from_anchor": True, "query_zero_predicts_next": False},
      "query_zero_predicts_next=False: expected sample_from_anchor=True to say the same: whether the row of the "
@@ -121,10 +107,6 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
     (plain, {"sample_from_anchor": False, "dflash_config": dict(OF_DOMINO)},
      "dflash_config.shift_label=True: expected sample_from_anchor=False to say the same"),
     (plain, {"sample_from_anchor": "false"}, "sample_from_anchor='false': expected true or false"),
-    (in_dflash, {"sample_from_anchor": 1}, "dflash_config.sample_from_anchor=1: expected true or"),
-    (plain, {"query_zero_predicts_next": [True]}, "query_zero_predicts_next=[True]: expected true or false"),
-    (plain, {"sample_from_anchor": True, "query_zero_predicts_next": "true"},
-     "query_zero_predicts_next='true': expected"),
     # DFlash2
     (dflash2, {"conv_group_size": None}, "dflash_config.conv_group_size=None: expected its value beside "
      "dflash_config.conv_kernel_size=2: a convolution has both. Add dflash_config.conv_group_size (the one it"),
@@ -132,22 +114,16 @@ ROWS: list[tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = [
      "dflash_config.conv_group_size=16"),
     (dflash2, {"conv_group_size": 24}, "dflash_config.conv_group_size=24: expected a divisor of hidden_size=64. "
      "Correct dflash_config.conv_group_size or hidden_size in the draft's config.json."),
-    (dflash2, {"conv_kernel_size": 1.5}, "dflash_config.conv_kernel_size=1.5: expected an integer >= 1"),
     (dflash2, {"conv_kernel_size": 17}, "dflash_config.conv_kernel_size=17: expected at most 16 taps. Correct "
      "dflash_config.conv_kernel_size"),
     (dflash2, {"selector_top_k": None}, f"selector_top_k=None: expected {PRESENT} in a draft of this family. Add "
      f"dflash_config.selector_top_k (the one it was trained with)"),
-    (dflash2, {"selector_rank": None}, f"selector_rank=None: expected {PRESENT} in a draft"),
     (dflash2, {"selector_top_k": 33}, "dflash_config.selector_top_k=33: expected at most 32 candidates per "
      "position. Correct selector_top_k in the draft's config.json, or serve a checkpoint trained with fewer."),
     (dflash2_config, {"vocab_size": 3}, "dflash_config.selector_top_k=5: expected at most 3 candidates"),
     (dflash2, {"draft_vocab_size": 9}, "dflash_config.draft_vocab_size=9: expected none, or vocab_size=320: the "
      "selector's codebooks hold every token. Correct dflash_config.draft_vocab_size in the draft's config.json,"),
     (exported_dflash2, {"selector_rank": 0}, "selector_rank=0: expected its value beside selector_top_k=5: the"),
-    (exported_dflash2, {"selector_top_k": 2.5}, "selector_top_k=2.5: expected an integer >= 1"),
-    (exported_dflash2, {"conv_kernel_size": 0}, "conv_kernel_size=0: expected its value beside "
-     "conv_group_size=16 ... Add conv_kernel_size"),
-    (exported_dflash2, {"draft_vocab_size": 9}, "draft_vocab_size=9: expected none, or vocab_size=320"),
 ]  # fmt: skip
 
 

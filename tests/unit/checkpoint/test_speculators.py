@@ -7,7 +7,6 @@ text. Without the package the comparisons are skipped (`pip install 'dflash_sgla
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_sglang import hooks
 from dflash_sglang.checkpoint import DraftSpec, read_config
-from dflash_sglang.checkpoint.families import foreign
 from tests.engine.test_formats import Target, loaded
 from tests.support import sglang_layers as layers
-from tests.support.draft_formats import FORMATS, KEPT, speculators_config, speculators_dflash2, vocabulary_tensors
-from tests.support.fakes import arguments
-from tests.support.reference_dflash2 import dflash2_config, dflash2_tensors
-from tests.support.start_up import launch
-from tests.support.tiny import draft_config, write_checkpoint
-from tests.unit.checkpoint.test_config_parser import parsed
+from tests.support.draft_formats import FORMATS, KEPT, speculators_config, vocabulary_tensors
+from tests.support.tiny import draft_config
 
 BLOCK, LENGTH = 8, 193
 ANCHORS = range(1, LENGTH - BLOCK)  # 184 of them, with 7 proposals each
 
 
 # ---- The config ------------------------------------------------------------------------------------------------
-
-
-def test_a_dflash2_config_means_what_the_same_draft_means_in_zlabs_format() -> None:
-    zlab = dflash2_config(num_target_layers=None)
-    spec = DraftSpec.from_config(speculators_dflash2(zlab))
-    vocabulary = replace(spec.vocabulary, draft_vocab_size=None)
-    assert replace(spec, speculators=False, vocabulary=vocabulary) == DraftSpec.from_config(zlab)
-    assert [layer.causal for layer in spec.layers] == [False, False]
-    causal = DraftSpec.from_config(speculators_dflash2(zlab, sliding_window_non_causal=False))
-    assert [layer.causal for layer in causal.layers] == [True, False]
-
-
-def test_a_dflash2_draft_is_launched_and_read_by_sglang_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dflash_sglang.worker import DFlashWorker
-
-    config = dflash2_config()
-    write_checkpoint(tmp_path, speculators_dflash2(config), dflash2_tensors(config))
-    assert launch(tmp_path, speculative_draft_attention_backend=None) is DFlashWorker
-    monkeypatch.setattr(hooks, "_resolved", arguments(tmp_path))  # the launch that SGLang reads configs in
-    read = parsed(tmp_path)
-    assert (read.architectures, read.block_size, read.selector_rank) == (["DFlash2DraftModel"], 8, 12)
 
 
 def test_layers_ascend_as_training_feeds_their_features() -> None:
@@ -65,17 +35,6 @@ def test_layers_ascend_as_training_feeds_their_features() -> None:
     assert DraftSpec.from_config(draft_config(dflash_config={"target_layer_ids": [4, 1, 3]})).target_layer_ids == (
         4, 1, 3,
     )  # fmt: skip
-
-
-def test_algorithms_and_architectures_that_are_not_one_draft_are_not_ours() -> None:
-    config = speculators_dflash2(dflash2_config())
-    assert foreign(config) is None
-    for change in (
-        {"speculators_model_type": "dflash"},
-        {"architectures": ["DFlashDraftModel"]},
-        {"projector_type": "domino"},
-    ):
-        assert foreign({**config, **change}) is not None
 
 
 # ---- The target's embedding ------------------------------------------------------------------------------------
@@ -98,28 +57,8 @@ def test_rows_of_a_target_that_scales_them_are_taken_as_they_are_stored(tmp_path
 
 # ---- Every proposal --------------------------------------------------------------------------------------------
 
-DECODER = dict(
-    model_type="qwen3",
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=320,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    layer_types=["full_attention"] * 2,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-)
-CONFIG = dict(
-    speculators_model_type="dflash",
-    architectures=["DFlashDraftModel"],
-    aux_hidden_state_layer_ids=[2, 4, 5],
-    block_size=BLOCK,
-    draft_vocab_size=320,
-    mask_token_id=3,
-)
+FULL = ["full_attention"] * 2
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DFLASH2_NAMES = dict(speculators_model_type="dflash2", architectures=["DFlash2DraftModel"])
 SIZES = dict(conv_kernel_size=3, conv_group_size=4, selector_rank=12, selector_top_k=5)
 DFLASH2: dict[str, Any] = {**DFLASH2_NAMES, **SIZES}
@@ -137,24 +76,18 @@ UNREAD = dict(is_causal=True, dflash_config={"causal": True, "final_logit_softca
 
 # name: fields of the config, fields of its decoder (None removes), modules of the draft's own
 DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "DFlash, full layers": ({}, {}, ""),
-    "DFlash, its own head and embedding": ({}, {}, "embed_tokens lm_head"),
     "DFlash, a reduced vocabulary": (dict(draft_vocab_size=len(KEPT)), {}, "embed_tokens lm_head"),
     "DFlash, biases": ({}, dict(attention_bias=True), ""),
-    "DFlash, sliding layers causal": ({}, SLIDING, ""),
+    "DFlash, sliding layers causal": ({}, SLIDING, "embed_tokens lm_head"),
     "DFlash, sliding layers not causal": (dict(sliding_window_non_causal=True), SLIDING, ""),
     "DFlash, fields that the package does not read": (UNREAD, dict(SLIDING, is_causal=False), ""),
     "DFlash, YaRN": ({}, dict(rope_parameters=YARN), ""),
     "DFlash, a rope by layer type": ({}, dict(SLIDING, rope_parameters=BY_TYPE), ""),
     "DFlash, partial rope parameters": ({}, dict(rope_parameters=PARTIAL), ""),
-    "DFlash, partial rope scaling": ({}, dict(rope_parameters=None, rope_scaling=PARTIAL), ""),
     "DFlash, a partial decoder": ({}, dict(partial_rotary_factor=0.5), ""),
-    "DFlash, a partial config": (dict(partial_rotary_factor=0.5), {}, ""),
     "DFlash, a Llama decoder without head_dim": ({}, dict(model_type="llama", head_dim=None), ""),
     "DFlash2, sliding layers not causal by default": (DFLASH2, SLIDING, ""),
     "DFlash2, sliding layers causal": (dict(DFLASH2, sliding_window_non_causal=False), SLIDING, ""),
-    "DFlash2, its own head and embedding": (DFLASH2, {}, "embed_tokens lm_head"),
-    "DFlash2, partial rope parameters": (DFLASH2, dict(rope_parameters=PARTIAL), ""),
     "DFlash2, sizes by default": (dict.fromkeys(SIZES) | DFLASH2_NAMES, SLIDING, ""),
     "DSpark, a vanilla Markov head": (DSPARK, SLIDING, ""),
     "DSpark, a gated Markov head": (dict(DSPARK, markov_head_type="gated"), {}, "embed_tokens lm_head"),
@@ -170,8 +103,12 @@ DRAFTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 def written(fields: dict[str, Any], decoder: dict[str, Any]) -> dict[str, Any]:
     """config.json with `fields` and a decoder with `decoder`; None removes."""
-    nested = {key: value for key, value in {**DECODER, **decoder}.items() if value is not None}
-    top = {**CONFIG, **fields, "transformer_layer_config": nested}
+    zlab = draft_config(rope_theta=None, rope_parameters=ROPE, layer_types=FULL, sliding_window=None)
+    top = speculators_config(zlab, aux_hidden_state_layer_ids=[2, 4, 5], sliding_window_non_causal=None)
+    unsaid = ("projector_type", "sample_from_anchor", "speculators_config", "auto_map")
+    top |= {**dict.fromkeys(unsaid), **fields}
+    nested = {**top.pop("transformer_layer_config"), **decoder}
+    top["transformer_layer_config"] = {key: value for key, value in nested.items() if value is not None}
     return json.loads(json.dumps({key: value for key, value in top.items() if value is not None}))
 
 
@@ -250,10 +187,10 @@ def proposals_of_ours(directory: Path, target: Target, features: Tensor, tokens:
     from dflash_sglang.models.context_kv.projection import ContextKV
     from dflash_sglang.models.dflash2 import DFlash2DraftModel
     from dflash_sglang.models.draft import DFlashDraftModel
-    from dflash_sglang.models.dspark import Qwen3DSparkModel
+    from dflash_sglang.models.dspark import DSparkDraftModel
 
     spec = DraftSpec.from_config(read_config(directory))
-    plain = DFlashDraftModel if spec.dspark is None else Qwen3DSparkModel
+    plain = DFlashDraftModel if spec.dspark is None else DSparkDraftModel
     with layers.defaults(torch.float32):
         model = (plain if spec.dflash2 is None else DFlash2DraftModel)(layers.hf_config(directory))
         model.load_weights(load_file(directory / "model.safetensors").items())

@@ -16,8 +16,8 @@ import pytest
 
 from dflash_sglang.cli import main, spread
 from dflash_sglang.demo import launch
-from dflash_sglang.demo.measure import Run
-from dflash_sglang.demo.report import Comparison
+from dflash_sglang.demo.measure import Run, stream_text
+from dflash_sglang.demo.report import SHOWN_PROMPT, Comparison, ending
 from dflash_sglang.demo.run import Setup
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
 from dflash_sglang.pair import pair_directories
@@ -133,19 +133,6 @@ def test_the_report_counts_identical_prompts_and_accepted_tokens() -> None:
     assert spread(["a", "b", "c", "d", "e", "f"], 3) == ["a", "c", "e"] and spread(["a", "b"], 2) == ["a", "b"]
 
 
-def test_pair_prints_two_directories_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pair"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == pair_directories()
-    assert all((Path(printed[name]) / "config.json").is_file() for name in ("target", "draft"))
-
-
-def test_a_server_whose_log_does_not_name_our_worker_is_refused(tmp_path: Path) -> None:
-    with fake_server(tmp_path, SERVES) as server:
-        with pytest.raises(ServerFailed, match="another worker .*check that SGLANG_PLUGINS does not leave"):
-            launch.wait_for("ours", server)
-
-
 def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     with fake_server(tmp_path, "print('the reason'); raise SystemExit(3)") as server:
         with pytest.raises(ServerFailed, match="exit code 3(.|\n)*the reason"):
@@ -154,7 +141,7 @@ def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: 
 
 def test_a_stream_gives_its_events_and_has_failed_where_it_does_not_end_with_done(tmp_path: Path) -> None:
     a, ab, done = '{"text": "a"}', '{"text": "ab"}', "[DONE]"
-    for sent, dies in (([], True), ([a], True), ([a], False), ([a, ab, done], False)):
+    for sent, dies in (([a], True), ([a], False), ([a, ab, done], False)):
         said = f"{BROKEN_OFF}: expected a stream that ends with .DONE."
         events: list[str] = []
         with fake_server(tmp_path, streaming(sent, dies)) as server:
@@ -164,33 +151,27 @@ def test_a_stream_gives_its_events_and_has_failed_where_it_does_not_end_with_don
         assert done not in sent or events == [a, ab]
 
 
-@pytest.mark.parametrize("sent, said", [
-    (['{"text": "a"}'], BROKEN_OFF),  # while it streams
-    (None, "Remote end closed connection without response"),  # before it answers
-])  # fmt: skip
 def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    sent: list[str] | None,
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Setup, "server", lambda *_: fake_server(tmp_path, streaming(sent, dies=True)))
+    """Before it answers; `test_bench_servers` has one that dies while it streams."""
+    monkeypatch.setattr(Setup, "server", lambda *_: fake_server(tmp_path, streaming(None, dies=True)))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["demo"]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
+    said = "Remote end closed connection without response"
     assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
     assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
     assert lines[2].startswith("--- the last lines of ") and lines[3] == WORKER_LINE
 
 
 def test_leaving_the_block_by_an_error_ends_the_server_and_its_children(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.raises(ServerFailed, match="another worker .*check that SGLANG_PLUGINS does not leave"):
         with fake_server(tmp_path, SERVES) as server:
             server.wait_ready(60)
             grandchild = int(server.log_text().split()[1])
             assert is_running(grandchild)
-            raise RuntimeError("on purpose")
+            launch.wait_for("ours", server)  # whose log does not name our worker
     assert wait_until_ended([server.process.pid, grandchild]) == []
 
 
@@ -245,17 +226,17 @@ def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_reports_both_sp
     assert result["speedup"] == pytest.approx(ratio, abs=0.02) and ratio > 0
 
 
+def test_pair_prints_its_two_directories(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pair"]) == 0 and json.loads(capsys.readouterr().out) == pair_directories()
+
+
 def test_the_demo_shows_whole_lines() -> None:
-    from dflash_sglang.demo.measure import stream_text
-    from dflash_sglang.demo.report import SHOWN_PROMPT, ending
-
-    def shown(*texts: str) -> list[str]:
+    for texts, shown in (
+        (["a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef"], ["ab\n", "cd\n"]),
+        (["a", "abc"], ["abc\n"]),
+    ):
         written: list[str] = []
-        stream = lambda **_: ({"text": text} for text in texts)  # noqa: E731
-        stream_text(SimpleNamespace(stream=stream), "prompt", 8, written.append)
-        return [piece for piece in written if piece]
-
-    assert shown("a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef") == ["ab\n", "cd\n"]
-    assert shown("a", "abc") == ["abc\n"]
-    assert ending("\n\n  def f(") == "  def f("
+        server = SimpleNamespace(stream=lambda texts=texts, **_: ({"text": text} for text in texts))
+        stream_text(server, "prompt", 8, written.append)
+        assert [piece for piece in written if piece] == shown
     assert ending("x" * SHOWN_PROMPT + "\n  def f(x):\n    re") == "  def f(x):\n    re"

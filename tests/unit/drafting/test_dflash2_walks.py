@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import DraftSpec
-from dflash_sglang.drafting import proposer as module
 from dflash_sglang.drafting.row_reader import RowReader
+from dflash_sglang.models.dflash2 import CandidateSelector
 from dflash_sglang.models.head.target_head import TargetHead
-from dflash_sglang.models.selector import CandidateSelector
 from dflash_sglang.verify.rejection import NOT_COMMITTED
 from tests.support import sglang_layers as layers
 from tests.support.reference_dflash2 import dflash2_config
@@ -22,7 +19,6 @@ from tests.unit.verify.test_sampling import (
     FILTERS,
     first_step_of_two_tokens,
     markov_target,
-    sampling_info,
     some_rows,
 )
 
@@ -42,7 +38,7 @@ VOCAB, STEPS, REQUESTS, WIDTH = 7, 2, 20_000, 4
 class Walker:
     """Draws walks of two tokens after a last one; rows depend on that token alone, as a block's do."""
 
-    def __init__(self, drawn: bool = True) -> None:
+    def __init__(self) -> None:
         nested = dict(selector_rank=6, selector_top_k=WIDTH)
         spec = DraftSpec.from_config(dflash2_config(vocab_size=VOCAB, dflash_config=nested)).dflash2
         generator = torch.Generator().manual_seed(17)
@@ -53,7 +49,7 @@ class Walker:
         self.rows = torch.randn(VOCAB, STEPS, 8, generator=generator)
         self.head = TargetHead(nn.Linear(8, VOCAB, bias=False))
         self.head.lm_head.weight.data = torch.randn(VOCAB, 8, generator=generator)
-        self._proposals = RowReader(self.head, self.selector, REQUESTS, STEPS, drawn, "cpu")
+        self._proposals = RowReader(self.head, self.selector, REQUESTS, STEPS, True, "cpu")
 
     def propose(self, last: Tensor, temperature: float, greedy: bool = False) -> Any:
         tokens = torch.zeros(len(last), STEPS + 1, dtype=torch.long)
@@ -66,23 +62,6 @@ class Walker:
 
     def hidden(self, last: Tensor) -> Tensor:
         return self.rows[last]
-
-    @torch.no_grad()
-    def likeliest(self, last: int, chances: bool = False) -> list[Any]:
-        """Tokens, or what each has among its candidates."""
-        walk, of_step = [], []
-        for row in self.rows[last]:
-            step = self._step(walk[-1] if walk else last, row, 1.0)
-            walk.append(max(step, key=step.__getitem__))
-            of_step.append(step[walk[-1]])
-        return of_step if chances else walk
-
-    def _step(self, before: int, row: Tensor, temperature: float) -> dict[int, float]:
-        s = self.selector
-        logits, ids = (self.head.lm_head.weight @ row).topk(WIDTH)
-        context = s.predecessor_codebook[before] * (s.hidden_projection.weight @ row)
-        scores = logits + s.successor_codebook[ids] @ context
-        return dict(zip(ids.tolist(), (scores / temperature).softmax(-1).tolist(), strict=True))
 
 
 @works
@@ -135,70 +114,3 @@ def test_rows_may_be_given_by_the_likeliest_walk_and_not_by_the_drawn_one(decide
     else:
         with pytest.raises(AssertionError, match="chi-square"):
             first_step_of_two_tokens(table, FILTERS[name], draft.propose, rows)
-
-
-class Rank:
-    """Stands in for SpecTpSync: rank 0 of a group, which hands its values on."""
-
-    def __init__(self) -> None:
-        self.sent: list[Tensor] = []
-
-    def sync(self, site: Any, values: Tensor) -> Tensor:
-        self.sent.append(values.clone())
-        return values
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [("sampled", "all but the anchor's"), ("sampled", "all but the last"), ("sampled", "all"),
-     ("greedy", "all"), ("seeded", "all but the anchor's"), ("sampled, argmax asked for", "all but the last")],
-)  # fmt: skip
-def test_walks_are_drawn_for_sampled_requests_without_seeds_alone_and_are_the_same_on_all_ranks(
-    kind, rows, monkeypatch
-):
-    """rows: of the draft's forward, those that propose."""
-    torch.manual_seed(2)
-    drawn = kind != "sampled, argmax asked for"
-    walker, bs = Walker(drawn), 64
-    last = torch.arange(bs) % VOCAB
-    ids = torch.cat([last[:, None], torch.zeros(bs, STEPS, dtype=torch.long)], dim=1)
-    unread = torch.full((bs, 1, 8), float("nan"))
-    hidden = {
-        "all but the anchor's": torch.cat([unread, walker.rows[last]], dim=1),
-        "all but the last": torch.cat([walker.rows[last], unread], dim=1),
-        "all": walker.rows[last],
-    }[rows].flatten(0, 1)
-    out = SimpleNamespace(can_run_graph=False, logits_output=SimpleNamespace(hidden_states=hidden))
-    proposer = object.__new__(module.Proposer)
-    proposer._runner = SimpleNamespace(forward=lambda _: out)
-    fewer = rows == "all"
-    spec = SimpleNamespace(
-        draft_rows=lambda width: width - fewer, has_row_less=fewer, anchor_proposes=rows != "all but the anchor's"
-    )
-    proposer._model = SimpleNamespace(spec=spec)
-    proposer._blocks = torch.empty(ids.numel() if fewer else 0, dtype=torch.long)
-    proposer._reader, proposer._drawn, proposer._layout = walker._proposals, drawn, None
-    proposer._ones, proposer._width = torch.ones((bs + 3) * (STEPS + 1)), STEPS + 1
-    proposer._tp_sync, proposer._all_rows = (rank := Rank()), None
-    monkeypatch.setattr(module, "draft_tp_context", lambda _: nullcontext())
-    monkeypatch.setattr(proposer, "_forward_batch", lambda *_: None)
-    info = sampling_info(bs, 2.0, **({"top_k": 1} if kind == "greedy" else {}))
-    if kind == "seeded":
-        info.sampling_seed = torch.arange(bs)
-    unread = dict(batch_size=bs, requests=None, prefix_lens=None)
-    block = SimpleNamespace(ids=ids, **unread)
-    block.without_last = lambda _: SimpleNamespace(ids=ids[:, :-1], **unread)
-    proposals = [proposer.propose(SimpleNamespace(sampling_info=info), block) for _ in range(2)]
-    tokens, sent = rank.sent[::2], rank.sent[1::2]
-    expected = [walker.likeliest(int(token), chances=True) for token in last]
-    for one, logprobs in zip(proposals, sent, strict=True):
-        assert torch.equal(one.logprobs, logprobs), "rank 0's: rows of a ragged step are the same on all ranks"
-        torch.testing.assert_close(logprobs.exp(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-        assert one.best is None
-    assert torch.equal(tokens[1], proposals[1].tokens) and torch.equal(tokens[0][:, 0], last)
-    if kind == "sampled":
-        assert proposals[0].probs.shape == (bs, STEPS, WIDTH) and not torch.equal(*tokens)
-    else:
-        assert proposals[0].probs.shape == (bs, STEPS, 1) and bool((proposals[0].probs == 1).all())
-        likeliest = [walker.likeliest(int(token)) for token in last]
-        assert tokens[0][:, 1:].tolist() == tokens[1][:, 1:].tolist() == likeliest

@@ -6,17 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_sglang.drafting.block import BlockBuilder
-from dflash_sglang.drafting.draft_input import DFlashDraftInput, SlotReservation
-from dflash_sglang.drafting.step_slots import StepSlots
-from dflash_sglang.sglang_names.scheduler import DFlashVerifyInput
+from dflash_sglang.drafting.draft_input import SlotReservation
 
-CONTEXT = 100
 OF_A_BATCH = dict.fromkeys(("tree_cache", "req_to_token_pool", "req_pool_indices", "spec_algorithm"))
 
 
@@ -132,106 +126,3 @@ def test_every_step_finds_the_slots_that_it_writes_and_takes_no_more_than_sglang
         assert lengths[0] >= really + rows
         known, allocated = really, lengths[0]
         really += min(commits, rows)
-
-
-def runner_of(requests: int, translator: Any, name: str = "") -> Any:
-    """What a block builder asks of a runner."""
-    return SimpleNamespace(
-        name=name,
-        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(requests, CONTEXT + 20).int()),
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        kv_index_translator=translator,
-    )
-
-
-@given(
-    committed=st.lists(st.integers(1, CONTEXT + 20), min_size=1, max_size=5),
-    width=st.integers(1, 16),
-    longer=st.integers(0, 16),
-    exact=st.booleans(),
-)
-def test_a_step_reads_no_more_than_contexts_and_blocks(committed, width, longer, exact):
-    """FlashInfer's graphs of width 1 have room for so many keys of each request, its own among them."""
-    rows = torch.arange(len(committed))
-    translator = mock.Mock()
-    runner = runner_of(len(committed), translator)
-    slots = StepSlots(len(committed), 16, "cpu")
-    slots.start(rows, torch.zeros_like(rows), torch.tensor(committed))
-    builder = BlockBuilder(runner, runner, 16, 7, slots, in_place=False)
-    bounds = torch.tensor([min(c, CONTEXT - 1) + longer + width for c in committed], dtype=torch.int32)
-    batch: Any = SimpleNamespace(
-        reqs=committed,
-        req_pool_indices=rows,
-        seq_lens_cpu=torch.tensor(committed) if exact else None,
-        spec_info=SimpleNamespace(nxt_kv_lens_cpu=bounds, nxt_kv_lens_sum=int(bounds.sum())),
-    )
-    block = builder.build(batch, width)
-    prefixes = [min(c, CONTEXT - 1) for c in committed]
-    assert block.prefix_lens.tolist() == prefixes
-    read = sum(prefixes) + len(committed) * width
-    assert read <= len(committed) * width * CONTEXT
-    more = 0 if exact else longer
-    assert block.kv_len_bounds.tolist() == [prefix + width + more for prefix in prefixes]
-    indices, ends, *_ = DFlashVerifyInput(block.ids, block.positions, width).generate_attn_arg_prefill(
-        req_pool_indices=rows,
-        paged_kernel_lens=block.prefix_lens,
-        paged_kernel_lens_sum=block.prefix_bounds_sum,
-        translator=translator,
-        plan=block.loc_plan,
-    )
-    assert ends[-1] == read == len(indices) - len(committed) * more
-
-
-@pytest.mark.parametrize(
-    ("width", "captured", "at"),
-    [(16, "both", "draft"), (1, "both", "target"), (16, "target", "target"), (16, "neither", None)],
-)
-def test_a_block_lies_where_the_graph_that_drafts_finds_it(monkeypatch, width, captured, at):
-    """Graphs that verify trees have inputs of their own, so those of the target may be another block's."""
-    from dflash_sglang.drafting import block
-
-    inputs = {
-        name: block.GraphInputs(*(torch.zeros(n, dtype=torch.int64) for n in (32, 32, 32, 2, 2)))
-        for name in {"both": ("target", "draft"), "target": ("target",), "neither": ()}[captured]
-    }
-    monkeypatch.setattr(block.GraphInputs, "of", lambda runner, requests, rows: inputs.get(runner.name))
-    target, draft = (runner_of(2, mock.Mock(), name) for name in ("target", "draft"))
-    slots, rows = StepSlots(2, 16, "cpu"), torch.arange(2)
-    slots.start(rows, rows, rows + 5)
-    builder = block.BlockBuilder(target, draft, 16, 7, slots, in_place=True)
-    batch: Any = SimpleNamespace(reqs=[0, 1], req_pool_indices=rows, seq_lens_cpu=rows + 5)
-    built = builder.build(batch, width)
-    assert built.prefix_lens.tolist() == [5, 6]
-    at_inputs = {name: of.input_ids.data_ptr() == built.ids.data_ptr() for name, of in inputs.items()}
-    assert at_inputs == {name: name == at for name in inputs}
-
-
-def test_lengths_of_a_step_stand_while_those_of_the_next_are_reserved():
-    def reserve(*committed: int) -> Any:
-        return slots.reserve(SimpleNamespace(reqs=requests_of([*committed], [*committed]), **OF_A_BATCH))
-
-    slots = reservation(4, 100, 1)
-    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode"):
-        steps = [reserve(10, 20, 30), reserve(11, 21, 31), reserve(22, 32), reserve(23, 33, 1, 2)]
-        assert [step.lengths.tolist() for step in steps] == [[18, 28, 38], [19, 29, 39], [30, 40], [31, 41, 9, 10]]
-        again = reserve(24, 34)  # in the buffers of the first
-    assert again.lengths.tolist() == [32, 42]
-    assert [step.lengths.tolist() for step in steps[1:]] == [[19, 29, 39], [30, 40], [31, 41, 9, 10]]
-    assert [step.committed.tolist() for step in steps] == [[10, 20, 30], [11, 21, 31], [22, 32], [23, 33, 1, 2]]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_draft_input_is_filtered_and_merged_with_its_batch(overlap):
-    """Tokens and lengths are the relay's, by the requests' rows; without overlap SGLang names no rows."""
-
-    def of(*requests: int) -> DFlashDraftInput:
-        made = DFlashDraftInput.create(torch.tensor(requests) + 100, torch.tensor(requests) + 200, None)
-        made.future_indices = torch.tensor(requests) if overlap else None
-        return made
-
-    running = of(1, 2, 3)
-    running.nxt_kv_lens_cpu, running.nxt_kv_lens_sum = torch.tensor([5, 6, 7]), 18
-    running.filter_batch(torch.tensor([0, 2]), [0, 2])
-    running.merge_batch(of(8))
-    assert (running.future_indices.tolist() == [1, 3, 8]) if overlap else (running.future_indices is None)
-    assert running.nxt_kv_lens_cpu is running.nxt_kv_lens_sum is None, "a reservation is of one step's batch"

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from dflash_sglang.drafting.rings import DraftRings, RingContext
+from dflash_sglang.drafting.rings import DraftRings
 from dflash_sglang.kernels.context.rings import RingShape
 
 BLOCK, WINDOW, ROWS, WIDTH, SLOTS = 8, 24, 5, 600, 6000
@@ -214,22 +214,3 @@ def test_a_prefill_keeps_the_last_tokens_of_each_of_its_requests():
 def test_fewer_rings_than_rows_are_an_error():
     with pytest.raises(ValueError, match=r"rings=4: expected at least 5, the rows of req_to_token\."):
         Server(1, rings=4)
-
-
-def test_the_context_writer_of_rings_names_a_steps_slots_and_hands_on_what_a_ring_keeps_of_a_prefill():
-    calls: list[tuple[Any, ...]] = []
-    context: Any = SimpleNamespace(write=lambda *of: calls.append(of), slots_of=lambda plan: plan.slots)
-    kept = torch.tensor([1, 2])
-    rings: Any = SimpleNamespace(
-        named=lambda slots: slots + 100,
-        admit=lambda batch: None,
-        assign_prefill=lambda batch, positions, slots: (kept, positions[kept], slots[kept]),
-    )
-    features, positions = torch.randn(3, 4), torch.arange(3)
-    plan: Any = SimpleNamespace(slots=torch.tensor([7, 8, 9]), req_pool_indices=torch.tensor([2, 5]))
-    writer, batch = RingContext(context, rings), cast(Any, object())
-    writer.write_planned(features, positions, plan)
-    writer.write_prefill(features, positions, plan, batch, torch.tensor([1, 2]))
-    (_, _, of_step, requests), (rows, places, of_prefill) = calls
-    assert of_step.tolist() == [107, 108, 109] and requests is plan.req_pool_indices
-    assert torch.equal(rows, features[1:]) and (places.tolist(), of_prefill.tolist()) == ([1, 2], [8, 9])

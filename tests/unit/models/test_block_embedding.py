@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dflash_sglang.models.block_embedding import BlockEmbedding
+from dflash_sglang.models.borrowed import BlockEmbedding
 
 
 class Scaled(nn.Embedding):

@@ -194,18 +194,11 @@ def run(model: Any, pool: Any, embeds: Tensor) -> Tensor:
     return layers.run_draft(model, embeds.clone(), positions, attention)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "DFlash2",
-        "Gemma norms",
-        "swigluoai",
-        "Gemma norms, swigluoai",
-        "Laguna",
-        "Laguna by channel",
-        "Laguna ungated",
-    ],
-)
+BUILT_IN = ("DFlash2", "Gemma norms", "swigluoai", "Gemma norms, swigluoai", "Laguna", "Laguna by channel",
+            "Laguna ungated")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_rows_equal_those_of_sglangs_own_model(tmp_path, name):
     """An independent witness: the built-in model on the same checkpoint, not compiled."""
     from transformers import PretrainedConfig

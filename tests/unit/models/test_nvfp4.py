@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_sglang.models.dspark import Qwen3DSparkModel
+from dflash_sglang.models.dspark import DSparkDraftModel
 from dflash_sglang.startup.facts import LoadError
 from tests.support import quantised_drafts as drafts
 from tests.support import quantised_twins
@@ -71,7 +71,7 @@ def checkpoint(config: dict[str, Any], tables: tuple[str, ...], seed: int = 1) -
 def build(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     write_checkpoint(directory, config, tensors)
     with layers.defaults(torch.float32):
-        model = Qwen3DSparkModel(layers.hf_config(directory), drafts.sglang_config(RAW))
+        model = DSparkDraftModel(layers.hf_config(directory), drafts.sglang_config(RAW))
         model.load_weights(tensors.items())
     for module in model.modules():
         if getattr(module, "quant_method", None) is not None:

@@ -270,7 +270,7 @@ def test_context_kv_is_stacked_where_the_rest_of_a_draft_is_quantised(tmp_path):
 
 @pytest.mark.parametrize("scheme", LOST)
 def test_a_lost_scale_zero_point_or_order_is_an_error_that_names_it_alone(tmp_path, scheme):
-    tensors = drafts.checkpoint(scheme)
+    tensors = dict(drafts.checkpoint(scheme))
     for name in LOST[scheme]:
         del tensors[name]
     with pytest.raises(ValueError, match="missing tensors") as error:
@@ -286,7 +286,7 @@ def test_a_lost_scale_zero_point_or_order_is_an_error_that_names_it_alone(tmp_pa
 )
 @pytest.mark.parametrize("scheme", ["ct-w4a16-actorder", "gptq-actorder"])
 def test_stacked_modules_with_activation_orders_that_differ_are_refused(tmp_path, scheme):
-    tensors = drafts.checkpoint(scheme)
+    tensors = dict(drafts.checkpoint(scheme))
     name = next(n for n in tensors if "layers.1.self_attn.k_proj" in n and n.endswith("g_idx"))
     tensors[name] = tensors[name].flip(0)
     with pytest.raises(ValueError, match="activation order") as error:
@@ -297,7 +297,7 @@ def test_stacked_modules_with_activation_orders_that_differ_are_refused(tmp_path
 def test_scales_of_a_quantised_kv_cache_reach_the_attention_of_their_layer(tmp_path):
     raw = dict(SCHEMES["ct-w8a8-int8"].config)
     raw["kv_cache_scheme"] = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
-    tensors = drafts.checkpoint("ct-w8a8-int8")
+    tensors = dict(drafts.checkpoint("ct-w8a8-int8"))
     for layer in range(3):
         tensors[f"layers.{layer}.self_attn.k_scale"] = torch.tensor([0.5 + layer])
         tensors[f"layers.{layer}.self_attn.v_scale"] = torch.tensor([0.25 + layer])

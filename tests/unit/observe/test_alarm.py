@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from dflash_sglang.checkpoint import DraftSpec, read_config
-from dflash_sglang.checkpoint.causes import PairFacts
+from dflash_sglang.checkpoint.in_words import PairFacts
 from dflash_sglang.checkpoint.mtp import MtpSpec
-from dflash_sglang.observe.alarm import CHANCE, FELL, NONE, SILENCE, STAYS, WINDOW, Alarm, Raised, Window
-from dflash_sglang.observe.causes import Causes
+from dflash_sglang.observe.alarm import CHANCE, FELL, NONE, SILENCE, STAYS, WINDOW, Alarm, Causes, Raised, Window
 from dflash_sglang.observe.counts import Totals
 from dflash_sglang.pair import pair_directories
 from tests.zoo import step3p5
@@ -104,19 +102,19 @@ OF_DRAFT = [
 OF_MTP = ["layers=0-2 sliding(25) causal: ", "vocabulary: draft 320, target 321: ", "contexts of 500 tokens on"]
 
 
-@pytest.mark.parametrize("state", [CHANCE, FELL])
-@pytest.mark.parametrize("mtp", [False, True])
-def test_the_line_has_what_was_seen_and_the_facts_of_the_pair_in_order(mtp: bool, state: str) -> None:
-    config = {**read_config(pair_directories()["draft"])}
+def test_the_line_has_what_was_seen_and_the_facts_of_the_pair_in_order() -> None:
+    config = read_config(pair_directories()["draft"])
     config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": [4, 2, 0]}
-    spec = MtpSpec.from_config(step3p5.hub_config()) if mtp else DraftSpec.from_config(config)
-    facts = PairFacts(spec, 5, 321, "none" if mtp else "fp8")
-    raised = Raised(state, Window(BROKEN), Window(GOOD) if state == FELL else None)
-    line = Causes(facts, context_tokens=5000).line(raised, 10)
-    assert "accept proposal 1 2 3, with all before it: 22% 8% 4% (accept length about 1.4). " in line
-    assert ("After warm-up they were 80% 70% 60% (accept length about 6.5)" in line) == (state == FELL)
-    updated = " without those of its multi-token-prediction layers" if mtp else ", and the draft's were not"
-    of_pair, first = OF_MTP if mtp else OF_DRAFT, f"weights of the target were updated{updated}"
-    causes = [first, *BESIDE, *of_pair] if state == FELL else [*of_pair, *BESIDE]
-    at = [line.find(f"({number}) {cause}") for number, cause in enumerate(causes, start=1)]
-    assert -1 not in at and at == sorted(at) and f"({len(causes) + 1})" not in line and "\n" not in line
+    draft, mtp = DraftSpec.from_config(config), MtpSpec.from_config(step3p5.hub_config())
+    updated = "weights of the target were updated"
+    fell = Raised(FELL, Window(BROKEN), Window(GOOD))
+    for spec, quantised, raised, causes in (
+        (draft, "fp8", Raised(CHANCE, Window(BROKEN), None), [*OF_DRAFT, *BESIDE]),
+        (draft, "fp8", fell, [f"{updated}, and the draft's were not", *BESIDE, *OF_DRAFT]),
+        (mtp, "none", fell, [f"{updated} without those of its multi-token-prediction layers", *BESIDE, *OF_MTP]),
+    ):
+        line = Causes(PairFacts(spec, 5, 321, quantised), context_tokens=5000).line(raised, 10)
+        assert "accept proposal 1 2 3, with all before it: 22% 8% 4% (accept length about 1.4). " in line
+        assert ("After warm-up they were 80% 70% 60% (accept length about 6.5)" in line) == (raised == fell)
+        at = [line.find(f"({number}) {cause}") for number, cause in enumerate(causes, start=1)]
+        assert -1 not in at and at == sorted(at) and f"({len(causes) + 1})" not in line and "\n" not in line

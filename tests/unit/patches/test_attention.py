@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_sglang.drafting.block import longest_prefix
 from dflash_sglang.patches import attention_room
-from dflash_sglang.patches.flashinfer_windows import plan_windows
+from dflash_sglang.patches.attention_room import plan_windows
 
 
 def flashinfer_sees(context: int, block: int, window: int, planned: bool) -> torch.Tensor:
@@ -55,8 +56,9 @@ def test_backends_without_sliding_layers_keep_their_plans():
 
 
 def test_backends_of_both_models_have_room_for_a_block_that_ends_beyond_the_context(monkeypatch):
+    """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
     monkeypatch.setattr(attention_room, "get_spec", lambda: SimpleNamespace(speculative_num_draft_tokens=8))
     runner: Any = SimpleNamespace(model_config=SimpleNamespace(context_len=100))
     room: list[int] = []
     attention_room.init_attention_backends(lambda runner: room.append(runner.model_config.context_len), runner)
-    assert room == [107] and runner.model_config.context_len == 100
+    assert room == [longest_prefix(runner) + 8] and runner.model_config.context_len == 100

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_sglang.checkpoint.files import fingerprint
 from tests.support.tiny import make_pair
@@ -154,32 +153,6 @@ def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(t
     assert fingerprint(one) != fingerprint(again)
 
 
-class Rows:
-    """A pool of five rows, and its allocator."""
-
-    def __init__(self, first: int) -> None:
-        self.rows = torch.arange(first, first + 5)
-
-    def get_cpu_copy(self, slots: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self.rows[slots]
-
-    def load_cpu_copy(self, copies: torch.Tensor, slots: torch.Tensor, **_: Any) -> None:
-        self.rows[slots] = copies
-
-
-def test_rows_of_both_pools_are_kept_of_a_retracted_request() -> None:
-    from dflash_sglang.patches import retracted_rows
-
-    target, draft = Rows(10), Rows(20)
-    retracted_rows.keep(allocator := target, draft)
-    before = [pool.rows.clone() for pool in (target, draft)]
-    copies = allocator.get_cpu_copy(torch.tensor([4, 1]), mamba_indices=None)
-    target.rows.zero_(), draft.rows.zero_()
-    allocator.load_cpu_copy(copies, torch.tensor([2, 3]), mamba_indices=None)
-    for pool, rows in zip((target, draft), before, strict=True):
-        assert pool.rows.tolist() == [0, 0, rows[4], rows[1], 0]
-
-
 class RunningBatch:
     """Requests of which `left` go on after the step that runs."""
 
@@ -195,28 +168,22 @@ class RunningBatch:
         return "retracted"
 
 
-@pytest.mark.parametrize("role", ["DECODE", "NULL"])
 @pytest.mark.parametrize("left", [["a", "b"], []])
-def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(
-    role: str, left: list[str]
-) -> None:
+def test_a_decode_server_takes_the_result_of_the_running_step_before_it_retracts(left: list[str]) -> None:
     from dflash_sglang.patches import retracted_rows
 
     done = list[Any]()
     batch = RunningBatch(left, done)
     scheduler = SimpleNamespace(
-        disaggregation_mode=retracted_rows.DisaggregationMode[role],
+        disaggregation_mode=retracted_rows.DisaggregationMode.DECODE,
         result_queue=deque([("batch", "result")]),
         last_batch="batch",
         process_batch_result=lambda *result: done.append(result),
         new_token_ratio_tracker=SimpleNamespace(current=0.5),
     )
     answer = retracted_rows.update_running_batch(lambda _, batch: batch.retract_decode(), scheduler, batch)
-    if role == "NULL":
-        assert done == ["retract"] and scheduler.result_queue and scheduler.last_batch
-    else:
-        assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
-        assert not scheduler.result_queue and scheduler.last_batch is None
-        assert answer == (([], 0.5, []) if not left else "retracted")
+    assert done == [("batch", "result"), "filter", *(["retract"] if left else [])]
+    assert not scheduler.result_queue and scheduler.last_batch is None
+    assert answer == ("retracted" if left else ([], 0.5, []))
     done.clear()
     assert batch.retract_decode() == "retracted" and done == ["retract"]  # elsewhere as SGLang does

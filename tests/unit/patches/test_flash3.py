@@ -331,42 +331,33 @@ class Flash:
     def __init__(self) -> None:
         self.schedules: list[dict[str, Any]] = []
         self.used: list[Any] = []
-        self.shared = SharedSchedules(self._attend, self._schedule)
 
-    def _schedule(self, **arguments: Any) -> Tensor:
+    def schedule(self, **arguments: Any) -> Tensor:
         self.schedules.append(arguments)
         return torch.tensor(len(self.schedules))
 
-    def _attend(self, **arguments: Any) -> None:
+    def attend(self, **arguments: Any) -> None:
         self.used.append(arguments.get("scheduler_metadata"))
 
 
-def test_layers_of_a_captured_forward_share_a_schedule_for_each_kind_of_layer():
-    flash, lengths = Flash(), torch.tensor([40, 17], dtype=torch.int32)
-    flash.shared.begin(lengths)
-    for layer in (call(lengths, 64), call(lengths, 64, causal=False), call(lengths, 64)):
-        flash.shared(**layer)
-    assert [int(used) for used in flash.used] == [1, 2, 1]
+def test_layers_of_a_captured_forward_share_a_schedule_for_each_kind_of_layer_and_other_calls_keep_theirs():
+    """Others: of lengths in another tensor (eager, or of another backend), with a window or a schedule."""
+    flash, lengths, given = Flash(), torch.tensor([40, 17], dtype=torch.int32), torch.tensor(99)
+    shared = SharedSchedules(flash.attend, flash.schedule)
+    shared(**call(lengths, 64))
+    shared.begin(lengths)
+    for layer in ({}, dict(causal=False), {}, dict(window_size=(31, 0)), dict(scheduler_metadata=given)):
+        shared(**call(lengths, 64, **layer))
+    shared(**call(lengths.clone(), 64))
+    shared.begin(lengths)  # the next forward makes its own, within its own graph
+    shared(**call(lengths, 64))
+    used = [None if one is None else int(one) for one in flash.used]
+    assert used == [None, 1, 2, 1, None, 99, None, 3]
     made = {key: value for key, value in flash.schedules[0].items() if not isinstance(value, Tensor)}
     assert made == dict(
         batch_size=2, max_seqlen_q=WIDTH, max_seqlen_k=64, num_heads=HEADS, num_heads_k=KV_HEADS, headdim=DIM,
         headdim_v=DIM, qkv_dtype=torch.bfloat16, page_size=1, causal=True, has_softcap=False, num_splits=0,
     )  # fmt: skip
-    flash.shared.begin(lengths)  # the next forward makes its own, within its own graph
-    flash.shared(**call(lengths, 64))
-    assert int(flash.used[-1]) == 3
-
-
-def test_other_calls_keep_the_schedules_of_their_own():
-    """Lengths in another tensor (an eager forward, another backend), a window, a schedule that is given."""
-    flash, lengths = Flash(), torch.tensor([40, 17], dtype=torch.int32)
-    flash.shared(**call(lengths, 64))
-    flash.shared.begin(lengths)
-    given = torch.tensor(99)
-    flash.shared(**call(lengths.clone(), 64))
-    flash.shared(**call(lengths, 64, window_size=(31, 0)))
-    flash.shared(**call(lengths, 64, scheduler_metadata=given))
-    assert flash.used == [None, None, None, given] and not flash.schedules
 
 
 def test_layers_of_trees_share_a_schedule_over_prefixes():
@@ -414,21 +405,12 @@ class FlashAttentionBackend:
 def flash(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Made-up kernels in a module with that backend."""
     kernels = Flash()
-    module = SimpleNamespace(FlashAttentionBackend=FlashAttentionBackend, flash_attn_with_kvcache=kernels._attend)
+    module = SimpleNamespace(FlashAttentionBackend=FlashAttentionBackend, flash_attn_with_kvcache=kernels.attend)
     monkeypatch.setitem(flash3.sys.modules, flash3.BACKENDS, module)
-    return SimpleNamespace(
-        kernels=kernels, module=module, backend=lambda: FlashAttentionBackend(kernels._schedule)
-    )
+    return SimpleNamespace(kernels=kernels, module=module, backend=lambda: FlashAttentionBackend(kernels.schedule))
 
 
-def test_flash_attention_3_alone_is_taken_hold_of(flash, monkeypatch):
-    assert not spare_launches(FlashAttentionBackend(None)), "FlashAttention 4"
-    assert not spare_launches(SimpleNamespace())
-    monkeypatch.delitem(flash3.sys.modules, flash3.BACKENDS)
-    assert not spare_launches(flash.backend()), "the module is not there"
-
-
-def test_a_backend_begins_each_forward_that_it_prepares_inside_of_a_graph(flash):
+def test_a_backend_of_flash_attention_3_begins_each_forward_that_it_prepares_inside_of_a_graph(flash, monkeypatch):
     """Also as one of a target's two backends."""
     backends = [flash.backend(), flash.backend()]
     assert spare_launches(backends[0]) and spare_launches(SimpleNamespace(full_attn_backend=backends[1]))
@@ -438,6 +420,10 @@ def test_a_backend_begins_each_forward_that_it_prepares_inside_of_a_graph(flash)
         for _ in range(2):
             flash.module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
     assert [int(used) for used in flash.kernels.used] == [1, 1, 2, 2, 3, 3]
+    assert not spare_launches(FlashAttentionBackend(None)), "FlashAttention 4"
+    assert not spare_launches(SimpleNamespace())
+    monkeypatch.delitem(flash3.sys.modules, flash3.BACKENDS)
+    assert not spare_launches(flash.backend()), "the module is not there"
 
 
 @pytest.mark.parametrize("mode, copied", [("TARGET_VERIFY", False), ("EXTEND", True)])

@@ -139,21 +139,27 @@ def with_another_line(path: Path, names: list[str]) -> None:
     path.write_text("".join(lines))
 
 
-@pytest.mark.parametrize(("change", "says"), [(renamed, "gone"), (with_another_line, "source differs")])
+@pytest.mark.parametrize(
+    ("change", "says", "rows"),
+    [(renamed, "gone", PATCHES[::8]), (with_another_line, "source differs", PATCHES)],
+    ids=["gone", "differs"],
+)
 def test_a_changed_function_ends_start_up_by_the_names_of_its_rows(
-    change: Callable[[Path, list[str]], None], says: str, tmp_path: Path
+    change: Callable[[Path, list[str]], None], says: str, rows: Sequence[Patch], tmp_path: Path
 ) -> None:
+    by_source = {patch.source: patch.fingerprint for patch in PATCHES}
+
     def ends(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / patch.name
         change(*copied(patch, folder))
 
         def read(dotted: str, root: Path | None) -> str | None:
-            return source.fingerprint(dotted, folder if dotted == patch.source else root)
+            return source.fingerprint(dotted, folder) if dotted == patch.source else by_source[dotted]
 
         monkeypatch.setattr(contract, "fingerprint", read)
         assert refused() == {other.name: says for other in PATCHES if other.source == patch.source}
 
-    ask_each(PATCHES, ends)
+    ask_each(rows, ends)
 
 
 def pass_on(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -294,26 +300,7 @@ def test_only_code_changes_a_hash(tmp_path: Path) -> None:
     assert [name for name, found in changed.items() if found == before] == list(SAME)
 
 
-def test_a_hash_is_that_of_the_definition_alone_in_a_file_of_its_own(tmp_path: Path) -> None:
-    for number, patch in enumerate(PATCHES):
-        path, names = copied(patch, tmp_path / str(number))
-        node = ast.unparse(node_of(path, names))
-        path.write_text(node)
-        dotted = ".".join(("sglang", *path.relative_to(tmp_path / str(number)).with_suffix("").parts, names[-1]))
-        assert source.fingerprint(dotted, tmp_path / str(number)) == patch.fingerprint, patch.name
-
-
 # ---- Other versions of SGLang ------------------------------------------------------------------------------
-
-
-def test_an_sglang_of_another_version_whose_source_fits_is_served_with_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(probe.importlib.metadata, "version", lambda name: "0.5.24.dev7")
-    ((level, line),) = contract.check()
-    assert level == logging.INFO
-    fits = f"{len(PATCHES)} of {len(PATCHES)} patches made for sglang 0.5.23"
-    assert line == f"dflash_sglang serves sglang 0.5.24.dev7: its source fits {fits}."
 
 
 def known_hashes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
@@ -368,17 +355,6 @@ def test_the_setting_is_a_list_of_names() -> None:
     for value in ("worker", [1], None, {"worker": True}):
         with pytest.raises(PluginConfigError, match="accept_patches=.*: expected a list of names"):
             PluginConfig.from_mapping({"accept_patches": value})
-
-
-def test_the_launcher_logs_every_remark_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(contract, "check", lambda accepted: [(logging.WARNING, "one"), (logging.INFO, "two")])
-    monkeypatch.setattr(hooks, "apply", lambda process: None)
-    with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-        hooks._patch_launcher.__wrapped__()
-    told = [(record.levelname, record.message) for record in caplog.records]
-    assert told == [("WARNING", "one"), ("INFO", "two")]
 
 
 # ---- The command -------------------------------------------------------------------------------------------

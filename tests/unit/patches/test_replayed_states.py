@@ -1,4 +1,4 @@
-"""Pools of recurrent states that keep rows: their sizes by SGLang's own arithmetic, and their tensors."""
+"""Pools of recurrent states that keep rows: their sizes by SGLang's own arithmetic, and where they are made."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LAYERS, HEADS, DIM, KEY_HEADS = 48, 48, 128, 16  # of Qwen3.5-27B
 BLOCK, GB = 16, 2**30
 
 
-def params(layers: int = LAYERS, v_heads: int = HEADS, heads: int = KEY_HEADS, dim: int = DIM) -> Any:
+def params() -> Any:
     """SGLang's of gated delta nets with 16-bit activations and float32 states."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 
     shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=v_heads * dim, n_groups=heads, num_heads=v_heads, head_dim=dim,
-        state_size=dim, conv_kernel=4,
+        tp_world_size=1, intermediate_size=HEADS * DIM, n_groups=KEY_HEADS, num_heads=HEADS, head_dim=DIM,
+        state_size=DIM, conv_kernel=4,
     )  # fmt: skip
     dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
-    return Mamba2CacheParams(shape=shape, layers=list(range(layers)), dtype=dtype)
+    return Mamba2CacheParams(shape=shape, layers=list(range(LAYERS)), dtype=dtype)
 
 
 @pytest.fixture
@@ -117,30 +117,6 @@ def test_a_27b_on_one_h200_runs_four_times_the_requests(settings, sglang):
     rows = replayed_states.RowShapes.from_params(params(), BLOCK).nbytes * LAYERS
     allocated = (slots + 1) * (params().mamba_cache_per_req + rows) + (requests + 1) * conv * (BLOCK + 2) // 3
     assert 0.95 < allocated / GB / (66.0 - left) <= 1.0
-
-
-def test_the_pool_keeps_rows_by_slot_and_no_states_of_rows(settings):
-    small = params(layers=3, v_heads=4, heads=2, dim=8)
-    pool = replayed_states.ReplayPool(
-        size=5,
-        spec_state_size=2,
-        cache_params=small,
-        mamba_layer_ids=small.layers,
-        device="cpu",
-        speculative_num_draft_tokens=BLOCK,
-        speculative_eagle_topk=1,
-    )
-    states = pool.mamba_cache
-    assert states.intermediate_ssm is None and states.replayssm_d is None and states.replayssm_k is None
-    assert states.temporal.shape == (3, 6, 4, 8, 8)
-    assert states.replayssm_rawv.shape == (3, 6, 4, BLOCK, 8) and states.replayssm_rawv.dtype == torch.bfloat16
-    assert states.replayssm_rawk.shape == (3, 6, 2, BLOCK, 8) and states.replayssm_rawk.dtype == torch.bfloat16
-    for gates in (states.replayssm_g, states.replayssm_beta):
-        assert gates.shape == (3, 6, 4, BLOCK) and gates.dtype == torch.float32
-    shapes = replayed_states.RowShapes.from_params(small, BLOCK)
-    rows = (states.replayssm_rawv, states.replayssm_rawk, states.replayssm_g, states.replayssm_beta)
-    assert 3 * 6 * shapes.nbytes == sum(tensor.nbytes for tensor in rows)
-    assert pool.replayssm_spec_fold and pool.replayssm_cache_base is None
 
 
 def test_states_of_rows_are_kept_where_something_else_verifies_or_has_states_and_where_pools_lie_otherwise(

@@ -122,21 +122,6 @@ def test_a_verify_gives_each_rank_its_shard_and_ranks_find_best_tokens_and_whole
             assert torch.equal(whole, expected) and whole.dtype == torch.float32
 
 
-@pytest.mark.parametrize("mode,captured", [("TARGET_VERIFY", True), ("TARGET_VERIFY", False), ("EXTEND", True)])
-def test_logits_of_a_whole_head_are_sglangs(mode, captured):
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    hidden, head = random_rows(torch.bfloat16), make_head(VOCAB + 28, torch.bfloat16)
-    runner, buffer = target(head, make_processor()), make_buffer() if captured else None
-    of_target = TargetLogits(runner)
-    logits = logits_of(runner, hidden, buffer, mode)
-    assert logits.dtype == torch.float32 and logits.shape == (CAPTURED, VOCAB)
-    assert torch.equal(logits, (hidden @ head.weight.T)[:, :VOCAB].float())
-    assert (logits is buffer) == captured
-    assert of_target.whole(logits) is logits
-    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
-
-
 def test_a_verify_alone_leaves_out_the_gather():
     from sglang.srt.layers.logits_processor import LogitsProcessor
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -156,20 +141,6 @@ def test_a_verify_alone_leaves_out_the_gather():
         assert processor._get_logits(None, None, metadata) is gathers
 
 
-@pytest.mark.parametrize("setting", ["do_tensor_parallel_all_gather_dp_attn", "use_tp_lm_head_all_to_all"])
-def test_whole_logits_stay_as_they_are(setting):
-    """Of a head that data-parallel ranks share, and after SGLang's all-to-all."""
-    from dflash_sglang.verify.target_logits import TargetLogits
-
-    runner = sharded(None, 0, **{setting: True})
-    own = runner.model.logits_processor._get_logits
-    of_target = TargetLogits(runner)
-    assert runner.model.logits_processor._get_logits == own
-    logits = torch.randn(3, VOCAB)
-    assert of_target.whole(logits) is logits
-    assert of_target.best(logits).tolist() == logits.argmax(-1).tolist()
-
-
 @pytest.mark.parametrize("setting", ["final_logit_softcapping", "use_fp32_lm_head", "use_fp32_lm_head_output"])
 def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(setting):
     from dflash_sglang.verify.target_logits import TargetLogits
@@ -187,74 +158,23 @@ def test_logits_that_are_wider_than_the_model_are_gathered_in_full_precision(set
             assert torch.equal(whole, logits) and whole.is_contiguous()
 
 
-UNASKED = dict(
-    is_all_greedy=False, acc_additive_penalties=None, sampling_mask_batch_indices=None, sampling_seed=None,
-    logit_bias=None, has_custom_logit_processor=False,
-)  # fmt: skip
-GREEDY: dict[str, Any] = dict(is_all_greedy=True)
-# What requests ask of a step: sampling info, the batch. Of the last ones logits are adjusted.
-AS_THEY_ARE: dict[str, Any] = dict(GREEDY)
-REPORTED: tuple[dict[str, Any], ...] = (
-    dict(), dict(sampling_seed=1), dict(return_logprob=True), dict(GREEDY, return_logprob=True),
-    dict(sampling_mask_batch_indices=1), dict(GREEDY, sampling_mask_batch_indices=1),
-)  # fmt: skip
-ADJUSTED: tuple[dict[str, Any], ...] = (
-    dict(has_grammar=True), dict(GREEDY, has_grammar=True), dict(acc_additive_penalties=1),
-    dict(GREEDY, logit_bias=1), dict(has_custom_logit_processor=True), dict(GREEDY, sanitizes=True),
-)  # fmt: skip
-
-
-def verifying(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """A verifier over parts that note their calls, a batch, what the target's forward gives, and whole logits."""
-    from dflash_sglang.verify import verifier
-
-    for name in ("GrammarTree", "compute_spec_logprobs", "sanitize_nan_logits", "sampling_mask_output"):
-        monkeypatch.setattr(verifier, name, mock.MagicMock())
-    under_test = object.__new__(verifier.Verifier)
-    for name in ("tail", "acceptor", "adjustments", "target_tokens", "by_kernels"):
-        setattr(under_test, f"_{name}", mock.MagicMock())
-    under_test._recurrent, under_test._sanitizes = None, asked.get("sanitizes", False)
-    whole = mock.MagicMock()
-    under_test._logits = mock.MagicMock(whole=mock.MagicMock(return_value=whole))
-    output = SimpleNamespace(next_token_logits=mock.MagicMock(), hidden_states=mock.MagicMock())
-    monkeypatch.setattr(under_test, "_forward", lambda *_: mock.MagicMock(logits_output=output), raising=False)
-    info = SimpleNamespace(**{name: asked.get(name, default) for name, default in UNASKED.items()})
-    of_batch = {name: asked.get(name, False) for name in ("has_grammar", "return_logprob")}
-    return under_test, mock.MagicMock(sampling_info=info, **of_batch), output, whole
-
-
-def test_whole_logits_are_gathered_for_what_needs_them_alone(monkeypatch):
-    """Whatever is adjusted, reported or sampled; a greedy graph has accepted before. Of ragged rows the forward
-    takes the ids in the place of the block's, and what reads proposals has copies."""
-    for asked in (AS_THEY_ARE, *REPORTED, *ADJUSTED):
-        under_test, batch, output, whole = verifying(monkeypatch, asked)
-        expected = output.next_token_logits if asked is AS_THEY_ARE else whole
-        proposals = mock.MagicMock()
-        under_test.verify(batch, mock.MagicMock(), proposals, mock.MagicMock(ragged=None), None)
-        assert output.next_token_logits is expected, asked
-        adjust, choose = under_test._adjustments.apply, under_test._target_tokens.choose
-        assert adjust.called == (asked in ADJUSTED), asked
-        assert choose.called == (asked in ADJUSTED or not asked.get("is_all_greedy")), asked
-        assert all(call.args[0] is whole for reader in (adjust, choose) for call in reader.call_args_list), asked
-        assert not proposals.copied.called
-        under_test.verify(batch, mock.MagicMock(), proposals, mock.MagicMock(ragged=mock.MagicMock()), None)
-        assert proposals.copied.called == (asked is not AS_THEY_ARE), asked
-        assert {id(call.args[2]) for call in adjust.call_args_list[1:]} <= {id(proposals.copied().tokens)}, asked
-
-
 def test_logits_are_sanitised_before_they_are_adjusted_where_sglang_is_told_to(monkeypatch):
     """SGLANG_SANITIZE_NAN_LOGITS"""
     from sglang.srt.environ import envs
 
     from dflash_sglang.verify import verifier
 
-    sanitize = verifier.sanitize_nan_logits
-    under_test, batch, _, _ = verifying(monkeypatch, dict(GREEDY, sanitizes=True))
-    monkeypatch.setattr(verifier, "sanitize_nan_logits", sanitize)
-    under_test._adjustments.apply = lambda logits, *_: logits.add_(torch.tensor([[0.0, 0.0, 5.0]]))
+    under_test = object.__new__(verifier.Verifier)
+    for name in ("tail", "acceptor", "adjustments", "target_tokens", "by_kernels"):
+        setattr(under_test, f"_{name}", mock.MagicMock())
+    under_test._recurrent, under_test._sanitizes = None, True
     logits = torch.tensor([[float("nan"), 1.0, -3.0]])
-    under_test._logits.whole.return_value = logits
+    under_test._logits = mock.MagicMock(whole=lambda _: logits)
+    under_test._forward = lambda *_: mock.MagicMock()
+    under_test._adjustments.apply = lambda logits, *_: logits.add_(torch.tensor([[0.0, 0.0, 5.0]]))
+    info = dict(is_all_greedy=True, acc_additive_penalties=None, sampling_mask_batch_indices=None)
+    info |= dict(sampling_seed=None, logit_bias=None, has_custom_logit_processor=False)
+    batch = SimpleNamespace(sampling_info=SimpleNamespace(**info), has_grammar=False, return_logprob=False)
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
         under_test.verify(batch, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(ragged=None), None)
     assert logits[0, 1:].tolist() == [1.0, 2.0] and logits[0, 0] < -1e29
-    assert under_test.excluded(batch) == (None, "adjusted", "adjusted")

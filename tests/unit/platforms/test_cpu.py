@@ -11,15 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from dflash_sglang.attention import dense
-from dflash_sglang.attention.torch_cpu import query_ranges
 from dflash_sglang.platforms import cpu
 from dflash_sglang.platforms.cpu import threads
 from dflash_sglang.platforms.cpu.hooks import mask_dp_pad_moe_topk_ids, register_rank_hooks
-from dflash_sglang.platforms.cpu.ops import assign_req_to_token_pool, block_slots
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -90,46 +87,6 @@ def test_attention_equals_softmax_over_exactly_the_visible_keys(
             expected[token] = torch.einsum("hk,khd->hd", scores.softmax(-1)[:, : len(seen)], v)
             token += 1
     torch.testing.assert_close(got.double(), expected, atol=3e-2 if bfloat16 else 1e-5, rtol=1e-2)
-
-
-def test_how_many_queries_a_request_has_after_which_prefix_in_every_mode() -> None:
-    """`test_visibility` shows what a layer's window and causality make of them."""
-
-    def ranges(mode: ForwardMode, *lens: int, layout: Any = None, **more: Any) -> Any:
-        spec = SimpleNamespace(draft_token_num=4, ragged_verify_layout=layout)
-        batch = dict(forward_mode=mode, seq_lens=torch.tensor(lens), spec_info=spec)
-        return query_ranges(SimpleNamespace(**batch, **more))
-
-    assert ranges(ForwardMode.TARGET_VERIFY, 5, 2) == ([5, 2], [4, 4])
-    ragged = SimpleNamespace(verify_lens=torch.tensor([1, 3]))
-    assert ranges(ForwardMode.TARGET_VERIFY, 5, 2, layout=ragged) == ([5, 2], [1, 3])
-    assert ranges(ForwardMode.DECODE, 6, 1) == ([5, 0], [1, 1])
-    for mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
-        extended = dict(extend_prefix_lens=torch.tensor([5, 0]), extend_seq_lens=torch.tensor([3, 1]))
-        assert ranges(mode, 8, 1, **extended) == ([5, 0], [3, 1])
-    assert ranges(ForwardMode.IDLE) == ([], [])
-
-
-def test_new_slots_go_to_their_own_requests_rows_and_a_block_reads_them_back() -> None:
-    req_to_token = torch.full((4, 6), -1, dtype=torch.int32)
-    rows = torch.tensor([3, 1])
-    start, end = torch.tensor([2, 0]), torch.tensor([5, 3])
-    assign_req_to_token_pool(rows, req_to_token, start, end, torch.arange(10, 16), 2)
-    assert req_to_token[3].tolist() == [-1, -1, 10, 11, 12, -1]
-    assert req_to_token[1].tolist() == [13, 14, 15, -1, -1, -1]
-    assert bool((req_to_token[[0, 2]] == -1).all())
-    slots = block_slots(
-        req_pool_indices=rows,
-        req_to_token=req_to_token,
-        start_offset=start,
-        end_offset=end,
-        batch_size=2,
-        draft_token_num=3,
-        device="cpu",
-    )
-    assert slots.tolist() == [10, 11, 12, 13, 14, 15] and slots.dtype == torch.int64
-    with pytest.raises(IndexError):
-        assign_req_to_token_pool(rows[:1], req_to_token, start[:1], start[:1] + 5, torch.arange(5), 1)
 
 
 def test_experts_see_no_rows_that_pad_a_data_parallel_ranks_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

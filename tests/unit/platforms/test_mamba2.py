@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from dflash_sglang.platforms.cpu.mamba2 import (
     mamba_chunk_scan_combined,
     selective_state_update,
 )
-from dflash_sglang.platforms.cpu.recurrent import track_mamba_states_if_needed
 
 HEADS, DIM, GROUPS, N, CHUNK = 4, 3, 2, 5, 4
 SLOTS, STEPS = 6, 8
@@ -137,40 +135,3 @@ def test_an_output_and_a_state_are_the_same_bits_however_a_sequence_was_cut(cuts
         decoded = step(weights, {name: rows[at + i, None] for name, rows in one.items()}, pool, slot)
         assert torch.equal(decoded[0], whole[at + i])
         assert torch.equal(pool[3], kept[0, i])
-
-
-@pytest.mark.parametrize("width", [1, 3, STEPS])
-def test_verify_keeps_states_a_width_apart_and_leaves_those_of_the_requests_alone(width: int) -> None:
-    weights, pool = layer(0), states(SLOTS, 0)
-    before, slots = pool.clone(), torch.tensor([4, 1], dtype=torch.int32)
-    requests = [tokens(width, seed) for seed in (1, 2)]
-    rows = {name: torch.stack([one[name] for one in requests]) for name in requests[0]}
-    kept = torch.full((3, STEPS, HEADS, DIM, N), torch.nan)
-    out = step(
-        weights,
-        rows,
-        pool,
-        slots,
-        disable_state_update=True,
-        intermediate_states_buffer=kept,
-        intermediate_state_indices=torch.arange(2, dtype=torch.int32),
-        cache_steps=width,
-    )
-    assert torch.equal(pool, before)
-    in_rows = kept.flatten(0, 1)
-    for i, one in enumerate(requests):
-        expected, _, last, after = prefill(weights, [one], before[slots[i], None], torch.arange(1, width + 1))
-        assert after is not None
-        assert torch.equal(out[i], expected)
-        assert torch.equal(in_rows[i * width : (i + 1) * width], after[0])
-    assert in_rows[2 * width :].isnan().all()
-
-
-def test_decode_hands_the_states_of_masked_requests_to_the_prefix_cache() -> None:
-    conv, ssm = torch.arange(SLOTS * 2.0).view(SLOTS, 2), states(SLOTS, 0)
-    before = conv.clone(), ssm.clone()
-    mask, cache, track = torch.tensor([True, False, True]), torch.tensor([1, 2, 3]), torch.tensor([5, 0, 4])
-    track_mamba_states_if_needed(conv, ssm, cache.int(), mask, track, 3)
-    for now, then in zip((conv, ssm), before, strict=True):
-        assert torch.equal(now[[0, 1, 2, 3]], then[[0, 1, 2, 3]])
-        assert torch.equal(now[[5, 4]], then[[1, 3]])

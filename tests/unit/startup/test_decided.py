@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,9 +59,7 @@ def test_copies_are_proposed_where_asked_for_and_where_tokens_of_slots_are_known
     config = settle({})
     assert copying.why_no_copies(config, MTP) == "no test copies with multi-token-prediction layers"
     assert copying.chains_of(config, MTP, 4) == {}
-
-
-def test_chains_have_more_rows_than_a_block_and_are_asked_for(settle: Settle) -> None:
+    # chains have more rows than a block
     for copy, block, launch, chains in (
         (64, 16, {}, {32: 4, 64: 2}),
         ("auto", 32, {}, {64: 2}),
@@ -70,9 +69,7 @@ def test_chains_have_more_rows_than_a_block_and_are_asked_for(settle: Settle) ->
     ):
         assert copying.chains_of(settle({"copy": copy}, **launch), PLAIN, block) == chains
 
-
-def test_another_setting_of_copies_is_refused_with_those_that_are_known() -> None:
-    for value, shown in (("all", r"'all' \(str\)"), (32, r"32 \(int\)"), ("64", r"'64' \(str\)")):
+    for value, shown in ((32, r"32 \(int\)"), ("64", r"'64' \(str\)")):
         with pytest.raises(PluginConfigError, match=f"copy={shown}: expected one of auto, off, block, 64"):
             PluginConfig.from_mapping({"copy": value})
     assert str(copying.more_rows_problem("steps have one width only")) == (
@@ -101,7 +98,7 @@ def chosen(
     return ring_shape(spec, settings, 8, page, window, sinks, whole_for)
 
 
-def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two_blocks() -> None:
+def test_rings_have_the_window_and_room_for_two_blocks_and_the_pool_is_whole_for_a_reason() -> None:
     assert chosen() == RingShape(100, 1, 116)
     assert chosen(page=16) == RingShape(100, 16, 160)  # 116, and 15 at both ends
     assert chosen(draft={}, window=40, sinks=0) == RingShape(40, 1, 56)
@@ -109,8 +106,6 @@ def test_rings_have_the_window_of_the_layers_or_the_imposed_one_and_room_for_two
     assert chosen({"width": {"trees": [16, 32]}}) == RingShape(100, 1, 140)
     assert chosen({"width": {}}) == RingShape(100, 1, 172)  # trees of 64 nodes
 
-
-def test_the_pool_is_whole_for_a_reason() -> None:
     by_slots = "takes the draft's rows by the target's slots"
     assert chosen({"draft_kv": "whole"}) == 'draft_kv is "whole"'
     assert chosen(draft={}) == "layer 1 of the draft sees the whole context"
@@ -141,12 +136,9 @@ def reason(ranks: int = 1, dtype: str = "auto", capability: tuple[int, int] = HO
     return obstacle(spec, tensors, ranks, dtype, capability)
 
 
-def test_large_dense_drafts_are_read_in_fp8() -> None:
+def test_large_dense_drafts_are_read_in_fp8_and_the_reason_is_told_why_others_are_not() -> None:
     assert reason() is None and reason(ranks=2, dtype="bfloat16") is None
     assert reason(capability=(8, 9)) is None and reason(capability=(12, 0), tensors=matrices("F16")) is None
-
-
-def test_others_stay_as_they_are_and_the_reason_is_told() -> None:
     assert MEAN / 2 >= LEAST_WEIGHTS > MEAN / 4  # the bound is of a rank's average
     for facts, says in (
         (dict(capability=(8, 0)), "a GPU of compute capability 8.0 has no fp8 GEMM"),
@@ -162,39 +154,37 @@ def test_others_stay_as_they_are_and_the_reason_is_told() -> None:
         assert says in str(reason(**facts)), facts
 
 
-@pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """Server arguments of a large draft on a Hopper GPU -> (what is declared of them, what is logged)."""
-    declared: dict[str, Any] = {}
+def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a large draft on a Hopper GPU."""
     monkeypatch.setattr(fp8_drafts, "resolving_view", lambda args: args)
     monkeypatch.setattr(fp8_drafts, "draft_config", lambda path, revision: draft_config(**LARGE))
     monkeypatch.setattr(fp8_drafts, "weights_directory", lambda path, revision, download_dir: path)
     monkeypatch.setattr(fp8_drafts, "tensor_facts", lambda directory: matrices())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setattr(fp8_drafts, "declare_resolution", lambda args, source, **fields: declared.update(fields))
-    unset = ("download_dir", "speculative_draft_model_quantization", "speculative_dflash_block_size")
+    declare = mock.Mock()
+    monkeypatch.setattr(fp8_drafts, "declare_resolution", declare)
+    caplog.set_level(logging.INFO, logger="dflash_sglang")
+    method, explicit = "speculative_draft_model_quantization", "_speculative_draft_quantization_explicitly_set"
+    unset = ("download_dir", method, "speculative_dflash_block_size")
     unset += ("speculative_num_draft_tokens", "speculative_draft_window_size")
     values = dict.fromkeys(unset) | dict(device="cuda", dtype="auto", tp_size=1, attn_dp_size=1, attn_cp_size=1)
-    values |= dict(speculative_draft_model_path="draft", speculative_draft_model_revision="main")
-
-    def launched(explicit: bool = False, **overrides: Any) -> tuple[dict[str, Any], str]:
-        given = {**values, **overrides, "_speculative_draft_quantization_explicitly_set": explicit}
-        with caplog.at_level(logging.INFO, logger="dflash_sglang"):
-            fp8_drafts.quantise_where_shorter(SimpleNamespace(**given))
-        return declared, caplog.text
-
-    return launched
-
-
-def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(launch: Any) -> None:
-    assert launch(explicit=True) == ({}, "")  # unquant
-    assert launch(explicit=True, speculative_draft_model_quantization="awq") == ({}, "")
-    assert launch(speculative_draft_model_quantization="fp8") == ({}, "")  # --quantization fp8
-    assert launch(device="cpu") == ({}, "")
-    declared, log = launch(tp_size=8, attn_dp_size=2)  # shared by many ranks
-    assert declared == {} and "as they are, not in fp8: its linear layers have" in log
-    declared, log = launch()
-    assert declared == dict(
-        speculative_draft_model_quantization="fp8", _speculative_draft_quantization_explicitly_set=True
-    )
-    assert "in fp8; --speculative-draft-model-quantization unquant keeps them as they are" in log
+    values |= {
+        "speculative_draft_model_path": "draft",
+        "speculative_draft_model_revision": "main",
+        explicit: False,
+    }
+    for changed, says in (
+        ({explicit: True}, ""),  # unquant
+        ({explicit: True, method: "awq"}, ""),
+        ({method: "fp8"}, ""),  # --quantization fp8
+        ({"device": "cpu"}, ""),
+        ({"tp_size": 8, "attn_dp_size": 2}, "as they are, not in fp8: its linear layers have"),  # of many ranks
+        ({}, "in fp8; --speculative-draft-model-quantization unquant keeps them as they are"),
+    ):
+        assert not declare.called
+        caplog.clear()
+        fp8_drafts.quantise_where_shorter(SimpleNamespace(**{**values, **changed}))
+        assert says in caplog.text and bool(says) == bool(caplog.text), changed
+    assert declare.call_args.kwargs == {method: "fp8", explicit: True}

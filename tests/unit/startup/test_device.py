@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,36 +13,26 @@ from dflash_sglang.startup import device_check
 from dflash_sglang.startup.facts import StartupError
 
 
-def no_device() -> str:
-    raise RuntimeError("No accelerator")
-
-
-@pytest.mark.parametrize("asked", [None, "cpu"])
-@pytest.mark.parametrize("device", ["none", "in-tree"])
-def test_dflash_without_a_gpu_is_refused_by_the_name_of_the_variable(
-    asked: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("algorithm", "platform", "found", "refused"), [
+    ("DFLASH", "unknown", None, True), ("DFLASH", "unknown", "cpu", True), ("DFLASH", "dflash_cpu", "cpu", False),
+    ("DFLASH", "cuda", "cuda", False), (None, "unknown", "cpu", False),
+])  # fmt: skip
+def test_dflash_without_a_gpu_is_refused_by_the_name_of_the_variable_and_other_launches_are_left_alone(
+    algorithm: str | None, platform: str, found: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_check, "current_platform", SimpleNamespace(device_name="unknown"))
-    monkeypatch.setattr(device_check, "get_device", no_device if device == "none" else lambda: "cpu")
-    arguments = SimpleNamespace(
-        speculative_algorithm="DFLASH", enable_return_aux_hidden_states=False, device=asked
-    )
-    with pytest.raises(StartupError, match=r"--device=.*set SGLANG_PLATFORM=dflash_cpu and add --device cpu"):
-        hooks.handle_missing_default_values(lambda _: None, arguments)
+    def get_device() -> str:
+        if found is None:
+            raise RuntimeError("No accelerator")
+        return found
 
-
-@pytest.mark.parametrize(
-    ("algorithm", "platform", "found"),
-    [("DFLASH", "dflash_cpu", "cpu"), ("DFLASH", "cuda", "cuda"), (None, "unknown", "cpu")],
-)
-def test_other_launches_are_left_to_sglang(
-    algorithm: str | None, platform: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(device_check, "current_platform", SimpleNamespace(device_name=platform))
-    monkeypatch.setattr(device_check, "get_device", lambda: found)
-    seen: list[Any] = []
-    arguments = SimpleNamespace(
-        speculative_algorithm=algorithm, enable_return_aux_hidden_states=False, device=None
-    )
-    hooks.handle_missing_default_values(seen.append, arguments)
-    assert seen == [arguments]
+    monkeypatch.setattr(device_check, "get_device", get_device)
+    for asked in (None, "cpu") if refused else (None,):
+        seen: list[Any] = []
+        arguments = SimpleNamespace(
+            speculative_algorithm=algorithm, enable_return_aux_hidden_states=False, device=asked
+        )
+        said = r"--device=.*set SGLANG_PLATFORM=dflash_cpu and add --device cpu"
+        with pytest.raises(StartupError, match=said) if refused else contextlib.nullcontext():
+            hooks.handle_missing_default_values(seen.append, arguments)
+        assert seen == ([] if refused else [arguments])

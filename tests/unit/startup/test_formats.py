@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dflash_sglang.checkpoint.families import foreign
 from dflash_sglang.checkpoint.files import tensor_facts, weights_directory
 from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.checkpoint.own_modules import own_modules
-from tests.support.draft_formats import FORMATS, KEPT, matrix, speculators_config
+from tests.support.draft_formats import FORMATS, KEPT, matrix
 from tests.support.fakes import BuiltInWorker, arguments
 from tests.support.start_up import change, launch, refusal, refused, tells
-from tests.support.tiny import draft_config, make_pair
+from tests.support.tiny import make_pair
 
 SPECULATORS = "speculators with its own head and embedding"
 REDUCED = "speculators with a reduced vocabulary"
@@ -25,7 +23,7 @@ OWN_HEAD = "z-lab with its own head"
 MASK_FILE = "z-lab with mask_embedding.pt"
 MASK_TENSOR = "z-lab with a mask_embedding tensor"
 SINKS = "z-lab with attention sinks and a value scale"
-absolute, twice = torch.tensor(KEPT), torch.tensor([KEPT[0], KEPT[0], *KEPT[2:]])
+absolute = torch.tensor(KEPT)
 SMALL = {"vocab_size": 256, "dflash_config": {"mask_token_id": 3}}
 OTHER, TRAINED = "Serve the target that the draft was trained for.", "Use the one that was trained with this draft"
 
@@ -58,11 +56,8 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "64]: [draft_vocab_size, hidden_size]. Make draft_vocab_size and the tensor agree."),
     (REDUCED, {}, {"d2t": torch.zeros(45, dtype=torch.int64)}, "draft tensor d2t='[45] torch.int64': expected "
      "[46] integers: one offset for each row of the head. Make draft_vocab_size and d2t agree."),
-    (REDUCED, {}, {"d2t": torch.zeros(46)}, "draft tensor d2t='[46] torch.float32': expected [46] integers"),
     (REDUCED, {}, {"d2t": absolute}, "draft tensor d2t='rows to ids 0 to 360, 46 of them different': expected "
      "offsets: row + d2t[row] is one id of the target each, 0 to 319. Write target id - row into d2t, not the"),
-    (REDUCED, {}, {"d2t": twice - torch.arange(46)}, "draft tensor d2t='rows to ids 0 to 315, 45 of them "
-     "different': expected offsets"),
     (REDUCED, {}, {"t2d": torch.zeros(320, dtype=torch.bool).index_fill(0, absolute + 1, True)},
      'draft tensor d2t="unlike t2d at the target\'s id 0": expected the ids row + d2t[row] to be those that t2d '
      'marks. Write target'),
@@ -126,8 +121,9 @@ MASK_FILES: list[tuple[Any, str]] = [
     ({"embedding": torch.zeros(7, 64), "mask_token_id": 3, "per_position": True},
      f"draft config mask_embedding.pt='one row per position of the block': {ONE_ROW}"),
     ({"mask_token_id": 3}, f"draft config mask_embedding.pt=\"dict with ['mask_token_id']\": {ONE_ROW}"),
-    # Unpickling it would call Path: nothing but tensors may come out of this file.
-    (Path("here"), "draft config mask_embedding.pt='a file of another kind (UnpicklingError: Weights"),
+    ({"embedding": torch.zeros(64), "mask_token_id": [3]}, "draft config mask_embedding.pt mask_token_id=[3]: "
+     "expected the id of the mask token, an integer. Save it again with the id that the draft was trained with."),
+    ("text", f"draft config mask_embedding.pt='a file of another kind ( ... {ONE_ROW}"),
 ]  # fmt: skip
 
 
@@ -135,7 +131,8 @@ MASK_FILES: list[tuple[Any, str]] = [
 def test_a_mask_embedding_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
     for i, (saved, says) in enumerate(MASK_FILES):
         directory = FORMATS[MASK_FILE](tmp_path / str(i))
-        torch.save(saved, directory / "mask_embedding.pt")
+        path = directory / "mask_embedding.pt"
+        path.write_text(saved) if isinstance(saved, str) else torch.save(saved, path)
         assert tells(said := refusal(directory), says), said
 
 
@@ -195,10 +192,7 @@ def test_a_flag_gives_the_block_to_server_doctor_and_commands_alike(tmp_path: Pa
 NOT_OURS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"speculators_model_type": "domino"}, {}, "draft config speculators_model_type='domino'"),
     ({"speculators_model_type": "dspark"}, {}, "draft config architectures='DFlashDraftModel'"),
-    ({"projector_type": "domino"}, {}, "draft config projector_type='domino'"),
-    ({"architectures": ["DSparkDraftModel"]}, {}, "draft config architectures='DSparkDraftModel'"),
     ({"architectures": ["DFlash2DraftModel"]}, {}, "draft config architectures='DFlash2DraftModel'"),
-    ({"speculators_model_type": "dflash2"}, {}, "draft config architectures='DFlashDraftModel'"),
     ({}, {"device": "npu"}, "--device='npu'"),
 ]  # fmt: skip
 
@@ -211,15 +205,6 @@ def test_a_speculators_draft_that_is_not_ours_is_refused_as_the_built_in_worker_
         said = refusal(change(FORMATS[SPECULATORS](tmp_path / str(i)), config, {}), **flags)
         alone = "expected a launch of dflash_sglang, which alone reads the speculators format (not so: "
         assert tells(said, f"{field}: {alone} ... Change it, or serve the draft in z-lab's format."), said
-
-
-def test_a_zlab_draft_that_is_not_ours_still_goes_to_the_built_in_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    draft = make_pair(tmp_path, draft={"dflash_config": {"projector_type": "eagle"}})[1]
-    with caplog.at_level(logging.WARNING, logger="dflash_sglang"):
-        assert launch(draft) is BuiltInWorker
-    assert "projector_type='eagle': a head that corrects the proposals" in caplog.text
 
 
 @refused("whose anchor's row proposes, in a launch of the built-in worker", "--device='npu': expected a launch")
@@ -242,8 +227,3 @@ def test_the_built_in_worker_which_passes_over_the_anchors_row_gets_no_draft_tha
     )
     expected = "draft config sample_from_anchor='false': expected true or false."
     assert refusal(malformed, device="npu").startswith(expected)
-
-
-def test_the_older_name_of_the_architecture_is_plain_in_the_speculators_format_alone() -> None:
-    assert foreign(speculators_config(draft_config(), architectures=["DFlashSpeculator"])) is None
-    assert foreign(draft_config(architectures=["DFlashSpeculator"])) is not None

@@ -15,7 +15,6 @@ from dflash_sglang.checkpoint.families import mixed_up
 from dflash_sglang.checkpoint.fields import DraftConfigError
 from dflash_sglang.checkpoint.files import read_config
 from dflash_sglang.checkpoint.mtp import MtpSpec, holds_mtp
-from dflash_sglang.patches import mtp_config
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.sglang_names.launcher import draft_model_config_of, resolving_view
 from tests.support.start_up import hook_launcher, resolved, tells
@@ -33,7 +32,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hook_launcher(monkeypatch)
     original = ModelConfig._config_draft_model
-    monkeypatch.setattr(ModelConfig, "_config_draft_model", lambda of: mtp_config.config_draft_model(original, of))
+    monkeypatch.setattr(ModelConfig, "_config_draft_model", lambda of: hooks.config_draft_model(original, of))
 
 
 def changed(checkpoint: Path, directory: Path, **fields: Any) -> Path:
@@ -45,16 +44,13 @@ def changed(checkpoint: Path, directory: Path, **fields: Any) -> Path:
     return directory
 
 
-def test_the_block_is_a_proposal_of_each_layer(checkpoint: Path, launcher: None) -> None:
+def test_what_is_read(checkpoint: Path, launcher: None) -> None:
     served = resolved(checkpoint, checkpoint)
     assert not isinstance(served, str), served
     assert resolving_view(served).speculative_num_draft_tokens == step3p5.MTP_LAYERS + 1
-
-
-def test_what_is_read(checkpoint: Path) -> None:
     config = read_config(checkpoint)
     spec = MtpSpec.from_config(config)
-    assert holds_mtp(config)
+    assert holds_mtp(config) and "multi-token-prediction layers" in str(mixed_up(config, config, same=True))
     assert (spec.num_layers, spec.num_target_layers, spec.block_size) == (3, 5, 4)
     assert [(layer.kind, layer.window) for layer in spec.layers] == [("sliding_attention", 25)] * 3
     assert [spec.draft_rows(width) for width in (2, 3, 4)] == [4, 4, 4]
@@ -68,9 +64,7 @@ TARGET = step3p5.TYPES[: step3p5.LAYERS]
 
 @pytest.mark.parametrize(("types", "flags", "groups"), [
     ([*TARGET, SLIDING, FULL, SLIDING], (), ([1], [0, 2])),
-    ([*TARGET, SLIDING, SLIDING, SLIDING], (), ([], [0, 1, 2])),
     ([*TARGET, SLIDING, FULL, SLIDING], ("--disable-hybrid-swa-memory",), None),
-    ([*TARGET, FULL, FULL, FULL], (), None),
     ([SLIDING] * 8, (), None),
 ])  # fmt: skip
 def test_sliding_layers_are_a_kv_group_where_the_targets_are(
@@ -112,7 +106,6 @@ UNSET = f"expected unset with DFLASH: {WITH}"
 QUANT = "--speculative-draft-model-quantization"
 LAUNCHES: list[tuple[str, str]] = [
     ("--enable-mixed-chunk", f"--enable-mixed-chunk=True: {UNSET} a step commits a block, or a prompt's tokens."),
-    ("--enable-hierarchical-cache", f"--enable-hierarchical-cache=True: {UNSET} it is not tested."),
     ("--enable-streaming-session", f"--enable-streaming-session=True: {UNSET} it is not tested. Remove"),
     ("--enable-lora --max-lora-rank 8 --lora-target-modules q_proj", f"--enable-lora=True: {UNSET} it is not"),
     ("--disaggregation-mode prefill", "--disaggregation-mode='prefill': expected 'null' with DFLASH: ... hidden"),
@@ -126,10 +119,10 @@ LAUNCHES: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "says"), LAUNCHES, ids=[flags.split()[0] for flags, _ in LAUNCHES])
-def test_launches_that_are_not_served(flags: str, says: str, checkpoint: Path, launcher: None) -> None:
-    said = resolved(checkpoint, checkpoint, *flags.split())
-    assert isinstance(said, str) and any(tells(line, says) for line in said.splitlines()), said
+def test_launches_that_are_not_served(checkpoint: Path, launcher: None) -> None:
+    for flags, says in LAUNCHES:
+        said = resolved(checkpoint, checkpoint, *flags.split())
+        assert isinstance(said, str) and any(tells(line, says) for line in said.splitlines()), (flags, said)
 
 
 @pytest.fixture
@@ -164,18 +157,7 @@ def test_a_gpus_other_attention_backends_are_refused(flag: str, checkpoint: Path
     said = resolved(checkpoint, checkpoint, flag, "triton")
     assert isinstance(said, str) and "--attention-backend='triton': expected 'fa3'" in said, said
     assert "--device" not in said
-
-
-def test_a_gpu_with_flash_attention_3_is_served(checkpoint: Path, on_gpu: None) -> None:
-    said = resolved(checkpoint, checkpoint, "--attention-backend", "fa3")
-    assert not isinstance(said, str), said
-
-
-def test_dummy_weights_need_no_files(checkpoint: Path, tmp_path: Path, launcher: None) -> None:
-    directory = changed(checkpoint, tmp_path / "target")
-    (directory / "model.safetensors").unlink()
-    said = resolved(directory, directory, "--load-format", "dummy")
-    assert not isinstance(said, str), said
+    assert not isinstance(resolved(checkpoint, checkpoint, "--attention-backend", "fa3"), str)
 
 
 def test_settings_that_are_not_served(checkpoint: Path, launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +177,7 @@ def test_other_checkpoints_and_files_are_refused(checkpoint: Path, tmp_path: Pat
     assert resolved(checkpoint, other) == f"{path}='{other}': expected {own}. Give it the path of --model-path."
     tensors, fp8 = load_file(checkpoint / "model.safetensors"), "model.layers.5.mlp.up_proj.weight"
     (other / "model.safetensors").unlink()
+    assert not isinstance(resolved(other, other, "--load-format", "dummy"), str)
     save_file({name: of for name, of in tensors.items() if ".6." not in name}, other / "model.safetensors")
     files = "safetensors files with model.layers.6.eh_proj.weight, of a multi-token-prediction layer"
     assert resolved(other, other) == f"{path}='{other}': expected {files}. Serve a checkpoint that holds them."
@@ -202,49 +185,35 @@ def test_other_checkpoints_and_files_are_refused(checkpoint: Path, tmp_path: Pat
     assert resolved(other, other) == f"tensor {fp8}='F8_E4M3': expected BF16, F16 or F32. {NO_WAY}"
 
 
-def test_commands_that_read_a_draft_of_its_own_say_so(checkpoint: Path) -> None:
-    config = read_config(checkpoint)
-    assert "multi-token-prediction layers" in str(mixed_up(config, config, same=True))
-
-
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 BUILT_IN: list[tuple[tuple[str, ...], dict[str, Any], bool]] = [
     (("EAGLE",), {}, True),
-    (("NEXTN",), {}, True),
+    (("NEXTN", "--device", "cuda", *DP_ATTENTION), {}, True),
     (("EAGLE3",), {}, False),
     (("EAGLE", "--speculative-draft-model-path", "other/draft"), {}, False),
     (("EAGLE", "--enable-streaming-session"), {}, False),
-    (("EAGLE", "--device", "cuda"), {}, True),
     (("EAGLE",), dict(architectures=["LlamaForCausalLM"]), False),
-    (("EAGLE",), dict(num_nextn_predict_layers=None), False),
     (("EAGLE",), dict(moe_layers_enum="2,3,4,6"), False),
-    (("EAGLE", *DP_ATTENTION), {}, True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "fields", "is_told"), BUILT_IN, ids=range(len(BUILT_IN)))
 def test_a_launch_with_sglangs_algorithm_is_told_of_ours_and_is_left_alone(
-    command: tuple[str, ...],
-    fields: dict[str, Any],
-    is_told: bool,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    algorithm, *flags = command
-    target, seen, lines = changed(checkpoint, tmp_path / "target", **fields), list[Any](), list[str]()
+    seen, lines = list[Any](), list[str]()
     monkeypatch.setattr(hooks.logger, "info", lambda text, *of: lines.append(text % of))
-    asked = prepare_server_args(
-        ["--model-path", str(target), "--device", "cpu", "--speculative-algorithm", algorithm, *flags]
-    )
-    before = vars(asked).copy()
-    hooks.handle_speculative_decoding(seen.append, asked)
-    assert seen == [asked] and vars(asked) == before
-    told = (
-        f"--speculative-algorithm {algorithm} runs SGLang's built-in worker. With --speculative-algorithm "
-        f"DFLASH --speculative-draft-model-path {target} dflash_sglang drafts with the same "
-        "multi-token-prediction layers."
-    )
-    assert lines == ([told] if is_told else [])
+    for number, ((algorithm, *flags), fields, is_told) in enumerate(BUILT_IN):
+        target = changed(checkpoint, tmp_path / str(number), **fields)
+        command = ["--model-path", str(target), "--device", "cpu", "--speculative-algorithm", algorithm, *flags]
+        before = vars(asked := prepare_server_args(command)).copy()
+        lines.clear()
+        hooks.handle_speculative_decoding(seen.append, asked)
+        assert seen[-1] is asked and vars(asked) == before
+        told = (
+            f"--speculative-algorithm {algorithm} runs SGLang's built-in worker. With --speculative-algorithm "
+            f"DFLASH --speculative-draft-model-path {target} dflash_sglang drafts with the same "
+            "multi-token-prediction layers."
+        )
+        assert lines == ([told] if is_told else []), (algorithm, flags, fields)

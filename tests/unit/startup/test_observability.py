@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 from dflash_sglang.checkpoint import DraftSpec
+from dflash_sglang.checkpoint.in_words import layers_read, rope_read
 from tests.support import sglang_layers as layers
 from tests.support.tiny import draft_config
 
@@ -20,7 +20,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0}
 
 
-@pytest.mark.parametrize(("fields", "layers_part", "rope_part"), [
+SAID: list[tuple[dict[str, Any], str, str]] = [
     ({}, "0 sliding(16) causal, 1 full not causal", "theta 10000, 16 of 16 dimensions"),
     ({"num_hidden_layers": 6, "layer_types": [SLIDING] * 3 + [FULL, SLIDING, SLIDING], "is_causal": False},
      "0-2 sliding(16) not causal, 3 full not causal, 4-5 sliding(16) not causal",
@@ -30,23 +30,20 @@ YARN = {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings":
     ({"rope_scaling": YARN, "is_neox_style": False}, "0 sliding(16) causal, 1 full not causal",
      "theta 10000, 16 of 16 dimensions, interleaved, yarn factor 64.0 original_max_position_embeddings 4096 "
      "mscale 1.0"),
-], ids=str)  # fmt: skip
-def test_the_start_up_line_shows_what_was_read_of_every_layer(
-    fields: dict, layers_part: str, rope_part: str
-) -> None:
-    from dflash_sglang.checkpoint.in_words import layers_read, rope_read
+]  # fmt: skip
 
-    spec = DraftSpec.from_config(draft_config(**fields))
-    assert (layers_read(spec), rope_read(spec)) == (layers_part, rope_part)
+
+def test_the_start_up_line_shows_what_was_read_of_every_layer() -> None:
+    for fields, *said in SAID:
+        spec = DraftSpec.from_config(draft_config(**fields))
+        assert [layers_read(spec), rope_read(spec)] == said
 
 
 def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(tmp_path: Path) -> None:
     from dflash_sglang.assembly.lines import GB, memory_line
     from dflash_sglang.drafting.step_slots import StepSlots
     from dflash_sglang.models.context_kv.projection import ContextKV
-    from dflash_sglang.models.head.draft_head import HeadCopy
-    from dflash_sglang.models.head.fp8_head import Fp8Head
-    from dflash_sglang.models.head.hot_rows import HotRows
+    from dflash_sglang.models.head.copies import HotRows
     from dflash_sglang.verify.adjustments import Adjustments
     from dflash_sglang.verify.tables import Tables
 
@@ -59,19 +56,17 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     runner = SimpleNamespace(token_to_kv_pool=pool, graph_memory_usage={"target_verify": 0.25, "decode": 0.5})
     head, kept = nn.Linear(512, 5000, bias=False), torch.arange(3000)
 
-    def said(head_copy: HeadCopy, copies: Any = None) -> str:
+    def said(head_copy: HotRows, copies: Any = None) -> str:
         borrowed = SimpleNamespace(head_copy=head_copy)
         draft = SimpleNamespace(
             runner=runner, model=model, borrowed=borrowed, rings="a layer sees all", swa_window=0
         )
         return memory_line(draft, tables, copies)
 
-    line, in_fp8 = said(HotRows(head, kept)), said(Fp8Head(head, kept))
+    line = said(HotRows(head, kept))
     held = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     weights, kv = (float(part.split()[0]) for part in (line.partition("weights ")[2], line.partition("KV ")[2]))
     assert abs(weights - (held + 3000 * 512 * 4) / GB) < 0.002  # and tables of positions
-    saved = weights - float(in_fp8.partition("weights ")[2].split()[0])
-    assert abs(saved - 3000 * 512 * 3 / GB) < 0.0012
     attention = model.layers[0].self_attn
     per_token = 2 * len(model.layers) * attention.num_kv_heads * attention.head_dim * 4
     assert abs(kv - (SLOTS + 1) * per_token / GB) < 0.0006

@@ -45,7 +45,7 @@ def said(config: dict[str, Any], tensors: dict[str, TensorFacts]) -> list[str]:
 
 
 @pytest.mark.parametrize(("config", "make"), KINDS.values(), ids=KINDS)
-def test_a_checkpoint_as_it_is_trained_is_complete_with_and_without_the_prefix(
+def test_a_checkpoint_as_it_is_trained_is_complete_and_each_tensor_is_named_that_is_missing(
     config: dict[str, Any], make: Callable[..., dict[str, Any]]
 ) -> None:
     whole = facts(config, make)
@@ -55,11 +55,6 @@ def test_a_checkpoint_as_it_is_trained_is_complete_with_and_without_the_prefix(
         "t2d": TensorFacts("BOOL", (320,)),
     }
     assert said(config, {**whole, **extra}) == []
-
-
-@pytest.mark.parametrize(("config", "make"), KINDS.values(), ids=KINDS)
-def test_each_tensor_is_named_that_is_missing(config: dict[str, Any], make: Callable[..., dict[str, Any]]) -> None:
-    whole = facts(config, make)
     for name in whole.keys() - {*TRAINING_TENSORS}:
         [problem] = said(config, {other: fact for other, fact in whole.items() if other != name})
         assert problem.startswith(f"draft tensors=None: expected {name} in the checkpoint. ")
@@ -76,22 +71,22 @@ def test_stacked_projections_take_the_place_of_single_ones() -> None:
     assert problem.startswith(f"draft tensors='{single[0]}': expected only tensors of the draft that ")
 
 
-def test_a_value_projection_beside_keys_that_are_values_is_named() -> None:
-    config, name = gemma4_config(), "layers.1.self_attn.v_proj.weight"
-    [problem] = said(config, {**facts(config, gemma4_layers), name: TensorFacts("F32", (32, 64))})
-    assert problem.startswith(f"draft tensors='{name}': expected only tensors of the draft that ")
-
-
-def test_layers_that_the_config_does_not_count_are_named_with_their_number() -> None:
-    config = draft_config(num_hidden_layers=1, layer_types=["full_attention"])
-    [problem] = said(config, facts(draft_config(), draft_tensors))
-    assert "layers.1.input_layernorm.weight" in problem and "and 7 more': expected only tensors " in problem
-
-
-def test_a_norm_of_another_width_is_named() -> None:
-    whole = facts(draft_config(), draft_tensors)
-    [problem] = said(draft_config(), {**whole, "hidden_norm.weight": TensorFacts("F32", (63,))})
-    assert problem.startswith("draft tensor hidden_norm.weight=[63]: expected [64], which config.json describes. ")
+def test_a_tensor_that_the_config_does_not_describe_is_named() -> None:
+    others = "expected only tensors of the draft that "
+    one_layer, whole = (
+        draft_config(num_hidden_layers=1, layer_types=["full_attention"]),
+        facts(draft_config(), draft_tensors),
+    )
+    values = "layers.1.self_attn.v_proj.weight"  # beside keys that are values, too
+    for config, tensors, first, more in (
+        (one_layer, whole, "draft tensors='layers.1.input_layernorm.weight, ", f"and 7 more': {others}"),
+        (draft_config(), {**whole, "hidden_norm.weight": TensorFacts("F32", (63,))},
+         "draft tensor hidden_norm.weight=[63]: expected [64], which config.json describes. ", ""),
+        (gemma4_config(), {**facts(gemma4_config(), gemma4_layers), values: TensorFacts("F32", (32, 64))},
+         f"draft tensors='{values}': {others}", ""),
+    ):  # fmt: skip
+        [problem] = said(config, tensors)
+        assert problem.startswith(first) and more in problem
 
 
 def test_a_quantised_checkpoint_is_its_loaders_to_judge() -> None:

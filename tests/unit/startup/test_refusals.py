@@ -5,11 +5,11 @@ Each launch resolves SGLang's own server arguments, up to where processes would 
 
 from __future__ import annotations
 
-import functools
+import copy
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,24 +70,15 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"torch_dtype": "bfloat17"}, f"torch_dtype='bfloat17': {READ}AttributeError"),
     ({"model_type": None}, f"model_type=None: {READ}ValueError ... Add model_type to the draft's config.json."),
     ({"attention_dropout": False}, f"attention_dropout=False: {READ}"),
-    ({"initializer_range": 1}, f"initializer_range=1: {READ}"),
-    ({"id2label": 5}, f"id2label=5: {READ}"),
     ({"model_type": "qwen33", **ROPE}, f"model_type='qwen33': {READ}ValueError"),
     ({"model_type": [1], **ROPE}, f"model_type=[1]: {READ}TypeError"),
-    ({"architectures": [["DFlashDraftModel"]]}, "architectures=[['DFlashDraftModel']]: expected a DFLASH draft: "),
-    ({"architectures": "DFlashDraftModel"},
-     f"architectures='DFlashDraftModel': expected a DFLASH draft: ... {ANOTHER}"),
-    ({"architectures": ["Qwen3ForCausalLM", "DFlashDraftModel"]},
-     "architectures=['Qwen3ForCausalLM', 'DFlashDraftModel']: expected a DFLASH draft: "),
-    ({"dflash_config": {"mask_token_id": [3]}}, "dflash_config.mask_token_id=[3]: expected an integer >= 0. "),
+    (target_config(), f"architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ... {ANOTHER}"),
     ({"head_dim": 2**31}, "head_dim=2147483648: expected an integer of at most 2147483647. Correct head_dim in"),
     ({"rope_theta": 10**400}, "rope_theta=1000"),
     ({"partial_rotary_factor": 1.7e308},
      "partial_rotary_factor=2147483647: expected an even rotary width of at most head_dim=16. "),
     ({"num_hidden_layers": 5_000_000, "layer_types": None},
      "num_hidden_layers=5000000: expected an integer of at most 1024. "),
-    ({"text_config": {"num_hidden_layers": 5_000_000}},
-     "text_config.num_hidden_layers=5000000: expected an integer of at most 1024. "),
     ({"num_labels": 10**9}, "num_labels=1000000000: expected an integer of at most 1024"),
     ({"extra": nested(40)},
      "extra='objects and lists inside of one another': expected at most 32 levels of them. Serve"),
@@ -95,9 +86,6 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"dflash_config": {"use_aux_hidden_state": False}},
      "dflash_config.use_aux_hidden_state=False: expected true: a draft whose fc joins ... Serve a draft that was "
      "trained with them; this one takes the target's last hidden state"),
-    ({"eagle_config": {"use_aux_hidden_state": False}},
-     "eagle_config.use_aux_hidden_state=False: expected true: "),
-    ({"use_aux_hidden_state": 0}, "use_aux_hidden_state=0: expected true or false. "),
     ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
      "eagle_aux_hidden_state_layer_ids=[1, 3, 4]: expected [2, 4, 5]: each of target_layer_ids=[1, 3, 4] and 1, "
      "as vLLM counts them. Keep the one that the draft was trained with"),
@@ -105,28 +93,22 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
      "target_layer_ids=None: expected the target's layers beside eagle_aux_hidden_state_layer_ids=[2, 4, 5]. "
      "Write the numbers of eagle_aux_hidden_state_layer_ids less 1 into dflash_config.target_layer_ids of the"),
     ({"quantization_config": "fp8"}, "quantization_config='fp8': expected an object with a quant_method. Add "),
-    ({"is_hybrid_swa": True},
+    ({"text_config": {"is_hybrid_swa": True}},
      "is_hybrid_swa=True: expected false: context KV is written into one pool ... Remove it from"),
-    ({"text_config": {"is_hybrid_swa": True}}, "is_hybrid_swa=True: expected false"),
 ]  # fmt: skip
 
 
 @refused("with a malformed config.json")
-@pytest.mark.parametrize(("fields", "says"), CONFIGS, ids=[says[:40] for _, says in CONFIGS])
-def test_a_config_that_cannot_be_read_is_named_by_its_field(
-    launcher: Launcher, fields: dict[str, Any], says: str
-) -> None:
-    said = launcher.launch(launcher.write(draft_config(**fields)))
-    assert said is not None and tells(said, f"draft config {says}") and "\n" not in said and len(said) < 2000, said
-
-
-def test_a_file_that_is_no_config_is_named(launcher: Launcher) -> None:
+@refused("an ordinary model", "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
+def test_a_config_that_cannot_be_read_is_named_by_its_field(launcher: Launcher) -> None:
+    said = [(launcher.launch(launcher.write(draft_config(**fields))), says) for fields, says in CONFIGS]
+    failures = [one for one in said if not tells(one[0], f"draft config {one[1]}")]
+    assert failures == [] and not [line for line, _ in said if "\n" in str(line) or len(str(line)) > 2000]
     deep = '{"a":' * 10_000, "[" * 10_000 + "]" * 10_000
     for text in ("", "[]", "{", "{}", *deep, f'{{"a": {"9" * 5000}}}'):
         said = launcher.launch(launcher.write(text))
-        assert str(said).startswith(("--speculative-draft-model-path='", "draft config architectures=None")), text[
-            :9
-        ]
+        named = ("--speculative-draft-model-path='", "draft config architectures=None")
+        assert str(said).startswith(named), text[:9]
 
 
 def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launcher) -> None:
@@ -137,15 +119,10 @@ def test_fields_that_vllm_reads_are_fine_where_they_say_the_same(launcher: Launc
 
 # ---- Flags, alone and beside a draft -----------------------------------------------------------------------
 
-PATH, BLOCK, TOKENS = (
-    "--speculative-draft-model-path",
-    "--speculative-dflash-block-size",
-    "--speculative-num-draft-tokens",
-)
+PATH, TOKENS = "--speculative-draft-model-path", "--speculative-num-draft-tokens"
 BACKEND = "--speculative-draft-attention-backend"
 UNQUANT = "Set --speculative-draft-model-quantization unquant"
 TRANSFER, BUILT_IN = "--disaggregation-transfer-backend", "SGLANG_PLUGINS=none: SGLang's built-in worker"
-CPU = "quantization_config='awq': expected an unquantised draft on --device cpu: the kernels ... need a CUDA GPU."
 # fields of the draft's config.json (None: no draft), flags -> each line of the refusal; none where it is served
 LAUNCHES: list[tuple[dict[str, Any] | None, str, list[str]]] = [
     ({}, "", []),
@@ -161,33 +138,24 @@ LAUNCHES: list[tuple[dict[str, Any] | None, str, list[str]]] = [
     ({}, f"--disaggregation-mode decode {TRANSFER} mori", [f"{TRANSFER}='mori': expected one of mooncake, "
      f"mooncake_tcp, nixl, fake with DFLASH. Set {TRANSFER} to one of these, or set {BUILT_IN}"]),
     ({}, "--tp-size 4 --attn-cp-size 2 --dcp-size 2", ["--attn-cp-size=2: ", "--dcp-size=2: "]),
-    ({}, f"{BLOCK} 0", [f"{BLOCK}=0: expected at least 2 ... Set {BLOCK} to 2 or more"]),
-    ({}, f"{BLOCK} 9", [f"{BLOCK}=9: expected at most the trained block of 8"]),
     ({}, f"{TOKENS} 9", [f"{TOKENS}=9: expected at most ... Set {TOKENS} 8, or remove it."]),
     ({}, f"{BACKEND} flashinfer", [f"{BACKEND}='flashinfer': expected one that ... torch_native"]),
     ({}, "--load-format gguf", ["--speculative-draft-load-format=None: expected the draft's own format beside a "
      ".gguf target, as which SGLang would load it. Set --speculative-draft-load-format auto."]),
     ({}, "--quantization awq", [f"--quantization='awq': ... {UNQUANT}"]),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "", [f"draft config {CPU}"]),
+    ({}, "--is-embedding", ["--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings and "
+     "generates no tokens. Remove --is-embedding, or serve without speculation."]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "flags", "lines"), LAUNCHES, ids=[flags for _, flags, _ in LAUNCHES])
-def test_a_launch_ends_with_every_problem(
-    launcher: Launcher, fields: dict[str, Any] | None, flags: str, lines: list[str]
-) -> None:
-    draft = None if fields is None else launcher.write(draft_config(**fields))
-    said = (launcher.launch(draft, *flags.split()) or "").splitlines()
-    assert len(said) == len(lines) and all(map(tells, said, lines)), said
+def test_a_launch_ends_with_every_problem(launcher: Launcher) -> None:
+    for fields, flags, lines in LAUNCHES:
+        draft = None if fields is None else launcher.write(draft_config(**fields))
+        said = (launcher.launch(draft, *flags.split()) or "").splitlines()
+        assert len(said) == len(lines) and all(map(tells, said, lines)), (flags, said)
 
 
 # ---- Which model is which ----------------------------------------------------------------------------------
-
-
-@refused("an ordinary model", "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
-def test_another_model_in_place_of_the_draft_is_refused(launcher: Launcher) -> None:
-    said = launcher.launch(launcher.write(target_config()))
-    assert tells(said, "draft config architectures=['Qwen3ForCausalLM']: expected a DFLASH draft: ")
 
 
 @pytest.mark.parametrize(("roles", "says"), [
@@ -229,24 +197,11 @@ def test_a_target_that_cannot_feed_a_draft_or_writes_nothing_is_refused_before_i
     assert said == f"target config architectures=['{name}']: expected {says}"
 
 
-def test_a_launch_that_answers_with_embeddings_is_refused_by_its_flag(launcher: Launcher) -> None:
-    assert launcher.launch(launcher.draft, "--is-embedding") == (
-        "--is-embedding=True: expected unset with DFLASH: SGLang answers with embeddings and generates no tokens. "
-        "Remove --is-embedding, or serve without speculation."
-    )
-
-
 def test_a_wrapper_hands_out_features_where_its_language_model_does() -> None:
     from dflash_sglang.startup.target_class import hands_out_features
 
     for wrapper in ("LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration"):
-        for text, captures in (
-            ("llama", True),
-            ("mistral", True),
-            ("qwen2", True),
-            ("gemma2", False),
-            ("no", False),
-        ):
+        for text, captures in (("llama", True), ("qwen2", True), ("gemma2", False), ("no", False)):
             assert hands_out_features([wrapper], SimpleNamespace(model_type=text), "auto") is captures
             assert not hands_out_features([wrapper], SimpleNamespace(model_type=text), "transformers")
 
@@ -317,40 +272,16 @@ def test_a_missing_shard_and_a_malformed_index_are_named(launcher: Launcher) -> 
         assert said is None if says is None else tells(said, says), (text, said)
 
 
-TEXT = "the quick brown fox\n1\n2\n"
-MASK = (
-    "mask_embedding.pt='a file of another kind ( ... expected one embedding row for every mask token, saved as a "
-)
-AGAIN = "Save it again with the id that the draft was trained with."
 IDS, HOT_VOCAB = "a list of token ids, saved by torch.save (", "Make one with `dflash-sglang hot-vocab`."
-
-
-def test_a_mask_embedding_that_is_none_is_named(launcher: Launcher) -> None:
-    row = torch.zeros(64)
-    for saved, says in [
-        (TEXT, MASK),
-        ("", MASK),
-        ({"embedding": row, "mask_token_id": [3]}, "mask_embedding.pt mask_token_id=[3]: expected the id of the "
-         f"mask token, an integer. {AGAIN}"),
-    ]:  # fmt: skip
-        directory = launcher.write(draft_config())
-        save(saved, directory / "mask_embedding.pt")
-        said = launcher.launch(directory)
-        assert tells(said, f"draft config {says}") and "\n" not in str(said), said
-
-
-def save(saved: object, path: Path) -> None:
-    path.write_text(saved) if isinstance(saved, str) else torch.save(saved, path)
 
 
 def test_a_token_map_that_is_none_is_named(launcher: Launcher) -> None:
     path = launcher.root / "map.pt"
     for saved, says in [
-        (TEXT, IDS),
-        ("", IDS),
+        ("the quick brown fox\n1\n2\n", IDS),
         (torch.zeros(20, dtype=torch.complex64), "integers in one dimension, found torch.complex64 of shape [20]"),
     ]:
-        save(saved, path)
+        path.write_text(saved) if isinstance(saved, str) else torch.save(saved, path)
         said = launcher.launch(launcher.draft, "--speculative-token-map", str(path))
         assert tells(said, f"--speculative-token-map='{path}': expected {says}"), said
         assert str(said).endswith(HOT_VOCAB) and "\n" not in str(said)
@@ -360,13 +291,8 @@ def test_a_token_map_that_is_none_is_named(launcher: Launcher) -> None:
 
 # Of every kind that JSON has, with the edges that code trips over.
 ODD = st.one_of(
-    st.sampled_from([None, True, False, 0, -1, 1, 2**31, 5_000_000, 10**400, -0.5, 1e308, 5e-324]),
-    st.sampled_from(
-        [float("nan"), float("inf"), "", "x", "\0", "qwen3", "auto", "\n\u2028", [], {}, [[]], [None], {"": {}}]
-    ),
-    st.integers(-(2**70), 2**70),
-    st.floats(),
-    st.text(max_size=4),
+    st.sampled_from([None, True, False, 0, -1, 1, 2**31, 5_000_000, 10**400, -0.5, 1e308, 5e-324, float("nan")]),
+    st.sampled_from(["", "x", "\0", "qwen3", "auto", "\n\u2028", [], {}, [[]], [None], {"": {}}, float("inf")]),
     st.recursive(
         st.none() | st.booleans() | st.integers(-9, 5000) | st.floats(width=16) | st.text(max_size=3),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
@@ -391,35 +317,26 @@ BASES = (
 )  # fmt: skip
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all fields and elements of a config."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, inner in items for place in ((*path, key), *places(inner, (*path, key)))]
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """A config and the objects in it."""
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from objects(inner)
 
 
-@st.composite
-def configs(draw: st.DrawFn) -> dict[str, Any]:
-    """A config that could be served, with one to three fields changed, added or taken away, at any depth."""
-    config = json.loads(json.dumps(draw(st.sampled_from(BASES))))
-    for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
-        of_objects = [place for place in [(), *places(config)] if isinstance(found(config, place), dict)]
-        new = st.tuples(st.sampled_from(of_objects), st.sampled_from(EXTRA)).map(lambda pair: (*pair[0], pair[1]))
-        *path, key = draw(st.sampled_from(places(config)) | new)
-        inner = found(config, path)
-        if draw(st.integers(0, 9)) == 0 and isinstance(inner, dict):
-            inner.pop(key, None)
-        else:
-            inner[key] = draw(ODD)
-    return config
-
-
-def found(config: Any, path: Iterable[Any]) -> Any:
-    return functools.reduce(lambda inner, key: inner[key], path, config)
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(config=configs())
-def test_any_config_is_served_or_refused_with_one_line_soon(launcher: Launcher, config: dict[str, Any]) -> None:
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(base=st.sampled_from(BASES), changes=st.integers(1, 3), data=st.data())
+def test_any_config_is_served_or_refused_with_one_line_soon(
+    launcher: Launcher, base: dict[str, Any], changes: int, data: st.DataObject
+) -> None:
+    """With fields changed, added or taken away, at any depth."""
+    config = copy.deepcopy(base)
+    for _ in range(changes):
+        inner = data.draw(st.sampled_from(list(objects(config))))
+        inner[data.draw(st.sampled_from([*inner, *EXTRA]))] = data.draw(ODD)
+        if data.draw(st.integers(0, 9)) == 0:
+            inner.popitem()
     directory = launcher.write(config)
     started = time.process_time()
     said = launcher.launch(directory)

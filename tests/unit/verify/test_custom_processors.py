@@ -1,8 +1,9 @@
-"""Custom logit processors: the request that each row's processor finds, also in batches of prefill and decode."""
+"""The request that the custom logit processor of each row finds. What it reads besides: `test_request_fields`."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from array import array
 from types import SimpleNamespace
@@ -24,55 +25,7 @@ def request(prompt: int, outputs: list[int]) -> Any:
     )
 
 
-def batch_of(reqs: list[Any], decoding: list[Any] | None, **info: Any) -> Any:
-    """In slots 3, 2, ...; with the lengths that the device has."""
-    params = [{"__req__": req, "budget": i} for i, req in enumerate(reqs)]
-    return SimpleNamespace(
-        reqs=reqs,
-        req_pool_indices=torch.arange(3, 3 - len(reqs), -1),
-        decoding_reqs=decoding,
-        forward_mode=SimpleNamespace(is_mixed=lambda: decoding is not None),
-        sampling_info=SimpleNamespace(has_custom_logit_processor=True, custom_params=params, **info),
-    )
-
-
-@pytest.fixture
-def processors() -> Any:
-    from dflash_sglang.verify.custom_processors import CustomProcessors
-
-    return CustomProcessors(5, BLOCK, "cpu")
-
-
-def test_in_a_mixed_batch_a_decoding_request_has_what_the_step_in_flight_commits(processors: Any) -> None:
-    prefilling, decoding, known = request(6, []), request(2, [7]), request(2, [7, 8])
-    batch = batch_of([prefilling, decoding, known], [decoding, known])
-    given = batch.sampling_info.custom_params
-    # The step in flight committed 8 and 9 of one, and of the other what the host knows by now.
-    processors.note(batch, torch.tensor([[0, 0, 0], [8, 9, 5], [7, 8, 5]]), torch.tensor([1, 2, 2]))
-    batch.seq_lens = torch.tensor([4, 5, 4])
-    processors.before_prefill(batch)
-    found = batch.sampling_info.custom_params
-    assert found[0] is given[0], "its prompt is not whole yet"
-    assert [list(params["__req__"].output_ids) for params in found[1:]] == [[7, 8, 9], [7, 8]]
-    assert [params["budget"] for params in found] == [0, 1, 2]
-    assert given[1]["__req__"] is decoding and list(decoding.output_ids) == [7]
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_other_batches_are_left_as_they_are(processors: Any, mixed: bool) -> None:
-    req = request(3, [7])
-    batch = batch_of([req], [req] if mixed else None)
-    batch.sampling_info.has_custom_logit_processor = not mixed
-    given = batch.sampling_info.custom_params
-    processors.before_prefill(batch)
-    assert batch.sampling_info.custom_params is given
-
-
-def test_what_a_request_says_of_its_length_fits_the_outputs_of_the_row(
-    processors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import dataclasses
-
+def test_what_a_request_says_of_its_length_fits_the_outputs_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from dflash_sglang.verify import custom_processors
 
     seen: list[Any] = []
@@ -83,10 +36,16 @@ def test_what_a_request_says_of_its_length_fits_the_outputs_of_the_row(
         dataclasses, "replace", lambda info, **changes: SimpleNamespace(**{**vars(info), **changes})
     )
     req = request(2, [7])
-    batch = batch_of([req], None, temperatures=torch.ones(1, 1), custom_logit_processor={})
+    info = SimpleNamespace(
+        has_custom_logit_processor=True,
+        custom_params=[{"__req__": req}],
+        temperatures=torch.ones(1, 1),
+        custom_logit_processor={},
+    )
+    batch: Any = SimpleNamespace(reqs=[req], req_pool_indices=torch.tensor([3]), sampling_info=info)
+    processors = custom_processors.CustomProcessors(5, BLOCK, "cpu")
     processors.note(batch, torch.tensor([[8, 9, 0]]), torch.tensor([2]))
-    tokens = torch.tensor([[9, 20, 21, 22]])
-    processors.apply(torch.zeros(BLOCK, 30), batch, tokens, torch.tensor([4]))
+    processors.apply(torch.zeros(BLOCK, 30), batch, torch.tensor([[9, 20, 21, 22]]), torch.tensor([4]))
     rows = [params["__req__"] for params in seen]
     outputs = [[7, 8, 9], [7, 8, 9, 20], [7, 8, 9, 20, 21], [7, 8, 9, 20, 21, 22]]
     assert [list(row.output_ids) for row in rows] == outputs

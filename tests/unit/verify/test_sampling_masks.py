@@ -80,18 +80,6 @@ def test_a_committed_token_is_among_those_it_was_drawn_from_with_its_probability
             assert torch.isclose(output.selected_logprobs[request, row].exp(), expected[ids[request, row]])
 
 
-def test_the_support_of_a_greedy_request_is_its_token_also_beside_others_and_with_ties() -> None:
-    logits = torch.randn(3 * BLOCK, VOCAB)
-    logits[:BLOCK, [7, 11]] = 9.0
-    for top_ks, asking in (([1, 12, 12], [0, 2]), ([1, 1, 1], [0, 2])):
-        ids, lens, output = sampled(logits, info(top_ks, asking=asking))
-        assert output.num_accept_tokens.tolist() == lens[[0, 2]].tolist()
-        assert output.token_ids[0, :, 0][: lens[0]].tolist() == [7] * int(lens[0])
-        assert output.lengths[0, : lens[0]].tolist() == [1] * int(lens[0])
-        assert output.selected_logprobs[0, : lens[0]].tolist() == [0.0] * int(lens[0])
-        assert not output.statuses[0, : lens[0]].any() and not output.statuses[1, : lens[2]].any()
-
-
 def test_supports_that_are_too_large_and_tokens_outside_are_told() -> None:
     from dflash_sglang.verify.sampling import sampling_mask_output
 

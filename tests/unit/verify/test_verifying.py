@@ -58,36 +58,32 @@ def test_sliding_layers_of_a_target_are_refused_on_flashinfer() -> None:
     bound(SimpleNamespace())
 
 
-@pytest.mark.parametrize("verifies", ["prefill", "decode"])
-def test_of_a_pair_of_backends_the_one_that_verifies_counts(verifies: str) -> None:
-    sliding = flashinfer(WrapperDispatch.SLIDING_WINDOW)
-    pair = {"prefill": SimpleNamespace(), "decode": SimpleNamespace(), verifies: sliding}
-    backend = SimpleNamespace(_select_backend=lambda mode: mode.is_target_verify() and pair["decode"])
-    if verifies == "decode":
-        with pytest.raises(StartupError):
-            bound(backend)
-    else:
-        bound(backend)
+def test_of_a_pair_of_backends_the_one_that_verifies_counts() -> None:
+    def pair(decode: Any) -> Any:
+        return SimpleNamespace(_select_backend=lambda mode: mode.is_target_verify() and decode)
+
+    bound(pair(SimpleNamespace()))
+    with pytest.raises(StartupError):
+        bound(pair(flashinfer(WrapperDispatch.SLIDING_WINDOW)))
 
 
 @pytest.mark.parametrize("reported", ["routed-experts", "indexer-topk"])
 def test_what_layers_choose_is_reported_where_sglang_has_rows_for_a_verify(reported: str) -> None:
     flag = {f"enable_return_{reported.replace('-', '_')}": True}
-    says = rf"--chunked-prefill-size=512: expected at least 768 with --enable-return-{reported}: .* Set --chunked-"
-    with pytest.raises(StartupError, match=says):
-        bound(SimpleNamespace(), **flag)
-    with pytest.raises(StartupError, match="--chunked-prefill-size=None: expected at least 768"):
-        bound(SimpleNamespace(), chunk=None, **flag)
-    bound(SimpleNamespace(), chunk=768, **flag)
-    bound(SimpleNamespace(), requests=32, **flag)
-    bound(SimpleNamespace())
-    if reported == "routed-experts":
-        with pytest.raises(
-            StartupError, match="--enable-return-routed-experts=True: expected unset with DFLASH and"
-        ):
-            bound(SimpleNamespace(), chunk=768, ranks=2, **flag)
-    else:
-        bound(SimpleNamespace(), chunk=768, ranks=2, **flag)
+    rows = f"expected at least 768 with --enable-return-{reported}: .* Set --chunked-"
+    for case, says in (
+        (flag, f"--chunked-prefill-size=512: {rows}"),
+        (dict(flag, chunk=None), f"--chunked-prefill-size=None: {rows}"),
+        (dict(flag, chunk=768), None),
+        (dict(flag, requests=32), None),
+        ({}, None),
+        (dict(flag, chunk=768, ranks=2), "--enable-return-routed-experts=True: expected unset with DFLASH and"),
+    ):
+        if says is None or ("ranks" in case and reported != "routed-experts"):
+            bound(SimpleNamespace(), **case)
+            continue
+        with pytest.raises(StartupError, match=says):
+            bound(SimpleNamespace(), **case)
 
 
 @pytest.mark.parametrize("ragged", [False, True])

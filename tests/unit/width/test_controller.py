@@ -81,47 +81,32 @@ class Clock:
 
 
 def adaptive(widths: list[Any]) -> tuple[Any, Policy, Clock]:
-    policy, clock, used, limits = Policy(widths), Clock(), Used(), []
+    policy, clock, used = Policy(widths), Clock(), Used()
     counts, causes = Counts(BLOCK, ragged=True, chooses=True), SimpleNamespace(context_tokens=0)
     observer: Any = Observer(counts, Alarm(BLOCK), causes, lambda: 1.5)
-    limit = lambda slots, most: limits.append((slots.tolist(), most.tolist()))  # noqa: E731
-    made: Any = WidthController(policy, used, limit, clock, observer)
-    made.used, made.observer, made.limits = used, observer, limits
+    made: Any = WidthController(policy, used, lambda slots, most: None, clock, observer)
+    made.used, made.observer = used, observer
     return made, policy, clock
-
-
-class Req:
-    """What SGLang's has of proposals, and of a request that it counts no step of."""
-
-    def __init__(self, retracted: bool = False, ended: bool = False) -> None:
-        self.spec_num_cap_tokens, self.is_retracted = 0, retracted
-        self.finished_reason = "length" if ended else None
 
 
 def decoding(*slots: int, context: int = 0) -> Any:
     rows = torch.tensor(slots, dtype=torch.int64)
     return SimpleNamespace(
-        reqs=[Req() for _ in slots],
+        reqs=[SimpleNamespace(spec_num_cap_tokens=0, is_retracted=False, finished_reason=None) for _ in slots],
         req_pool_indices_cpu=rows,
         seq_lens_sum=None,  # where attention takes lengths from the GPU
         spec_info=SimpleNamespace(committed_sum=context),
     )
 
 
-def prefilled(asked: dict[int, Any], decoded: tuple[int, ...] = ()) -> Any:
-    """A batch that prefills the requests in these slots, with what each has in its custom_params, and decodes
-    others."""
+def prefilled(asked: dict[int, Any]) -> Any:
+    """A batch that prefills the requests in these slots, with what each has in its custom_params."""
     reqs = [
         SimpleNamespace(to_finish=None, sampling_params=SimpleNamespace(custom_params=params))
-        for params in (*asked.values(), *[None] * len(decoded))
+        for params in asked.values()
     ]
-    rows = torch.tensor([*asked, *decoded], dtype=torch.int64)
-    return SimpleNamespace(
-        reqs=reqs,
-        req_pool_indices_cpu=rows,
-        decoding_reqs=reqs[len(asked) :] or None,
-        extend_lens=[10] * len(asked) + [1] * len(decoded),
-    )
+    rows = torch.tensor([*asked], dtype=torch.int64)
+    return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=None, extend_lens=[10] * len(asked))
 
 
 def launch(widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED) -> Any:
@@ -163,21 +148,6 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
     assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, 5.5, 2.0, 8.0, None]
     assert widths.used == [16, 8, 8, "widest", 4, 4, "widest", 4, "widest", 2]
     assert policy.prefills == [0, 20, 10]
-
-
-def test_requests_are_told_of_the_proposals_that_were_verified() -> None:
-    widths, policy, _ = adaptive([1, 8, 8, Kind(BLOCK, nodes=32)])
-    slots = (1, 2, 3, 4)
-    policy.requests.admit(np.array(slots), 0, [BLOCK, BLOCK, BLOCK, 3])
-    batch = decoding(*slots)
-    batch.reqs = reqs = [Req(), Req(retracted=True), Req(ended=True), Req()]
-    told = []
-    for lens in (None, None, [5, 2, 2, 5], None):
-        result = launch(widths, batch, None, lens)
-        batch.reqs = [*reqs]  # SGLang makes new lists, too
-        come_back(widths, result, [0] * 4)
-        told.append([req.spec_num_cap_tokens for req in reqs])
-    assert told == [[-15, 0, 0, -15], [-23, 0, 0, -28], [-34, 0, 0, -41], [-34, 0, 0, -54]]
 
 
 def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
@@ -229,26 +199,6 @@ def test_what_a_step_may_be_and_what_the_draft_thought_of_it_comes_with_its_resu
     assert totals.accepted[0] == 4 and totals.accepted_drafts[0] == 3, "a copy is none of the draft's proposals"
 
 
-def test_the_observer_is_told_of_each_step_with_what_its_requests_could_commit() -> None:
-    """Requests' slots are given away before the result comes back."""
-    widths, policy, _ = adaptive([8, 4, 8, 1])
-    policy.requests.admit(np.array([1, 2]), 0, max_widths=[BLOCK, 3])
-    results = [launch(widths, decoding(1, 2, context=70))]
-    for slots, excluded in (((1, 2), Excluded("reported", "reported")), ((2,), Excluded(trees="pool_full"))):
-        results.append(launch(widths, decoding(*slots, context=80), excluded=excluded))
-    results.append(launch(widths, decoding(2, context=9)))
-    policy.requests.admit(np.array([1, 2]), 3)
-    for result, accepted in zip(results, ([6, 2], [0, 1], [0], [0]), strict=True):
-        come_back(widths, result, accepted)
-    told = widths.observer.snapshot()
-    assert [of[2] for of in policy.told if of[0] == "choose"] == [70, 80, 80, 9]
-    assert told["verified"] == [5, 5, 2] + [1] * 4 + [0] * 8  # 3 rows of the request that allows no more
-    assert told["accepted"] == [3, 2] + [1] * 4 + [0] * 9
-    whole = {"chosen": 1, "reported": 1, "pool_full": 1}
-    assert told["shapes"] == {"whole": whole, "plain": {"chosen": 1}}
-    assert widths.observer._causes.context_tokens == 239
-
-
 def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_it() -> None:
     widths, policy, clock = adaptive([8, 4, 8, 4, 2])
     results = []
@@ -281,23 +231,6 @@ def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed
     assert policy.told.count(lost) == 2 * MOST_IN_FLIGHT
     come_back(widths, result, [2])
     assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT)
-
-
-def test_prefilled_requests_take_their_slots_with_what_they_ask_for_and_decoded_ones_keep_theirs() -> None:
-    widths, policy, _ = adaptive([16])
-    wide, one = {"min_width": 2**70, "max_width": 2**70}, {"min_width": 2, "max_width": 3}
-    batch = prefilled({4: None, 9: {"dflash": one}, 2: {"dflash": wide}, 7: {"other": 1}}, decoded=(1, 6))
-    widths.prefill(batch)
-    assert policy.told == [("admit", [4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK], [1, 2, BLOCK, 1])]
-    assert policy.prefills == [42]
-    assert widths.limits == [([4, 9, 2, 7], [BLOCK, 3, BLOCK, BLOCK])]
-    batch.reqs[1].to_finish, batch.reqs[1].sampling_params.custom_params = "refused", {"dflash": 3}
-    widths.prefill(batch)
-    assert widths.limits[1][1] == [BLOCK] * 4
-    told = len(policy.told)
-    widths.prefill(prefilled({}))  # another rank's
-    widths.next(decoding())
-    assert policy.prefills[2:] == [0] and [of[0] for of in policy.told[told:]] == ["choose", "verified"]
 
 
 def test_changes_are_logged_once_in_ten_seconds(

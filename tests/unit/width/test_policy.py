@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dflash_sglang.settings.width import WidthConfig
 from dflash_sglang.width import decider
 from dflash_sglang.width.decider import Decision
-from dflash_sglang.width.options import Kind, kinds_of
+from dflash_sglang.width.options import Kind
 from dflash_sglang.width.ranks import Group, OneStepLate
-from dflash_sglang.width.step_times import Interruptions, startup_cells
+from dflash_sglang.width.step_times import Interruptions
 from tests.support.width_simulation import (
     BUCKETS,
     EASY,
@@ -49,10 +49,10 @@ DRAFTS = {"good": Draft(GOOD), "poor": Draft(POOR), "mixed": Draft(EASY, HARD)}
 
 @functools.cache
 def steady(profile: str, concurrency: int, policy: str | int) -> Run:
-    """700 steps at one concurrency of ours, 40 of a fixed width (whose expectation does not vary)."""
+    """400 steps at one concurrency of ours, 40 of a fixed width (whose expectation does not vary)."""
     ours = policy == "ours"
     chooser = adaptive(QUIET, concurrency) if ours else Fixed(int(policy))
-    return serve(chooser, QUIET, DRAFTS[profile]).run(concurrency, steps=700 if ours else 40)
+    return serve(chooser, QUIET, DRAFTS[profile]).run(concurrency, steps=400 if ours else 40)
 
 
 # ---- What it settles at --------------------------------------------------------------------------------------
@@ -61,8 +61,7 @@ def steady(profile: str, concurrency: int, policy: str | int) -> Run:
 @pytest.mark.parametrize(
     ("profile", "concurrency", "over_block"),
     [
-        ("good", 1, 0.97), ("good", 8, 0.97), ("good", 32, 1.1), ("good", 64, 1.25), ("good", 128, 1.4),
-        ("good", 256, 1.4), ("poor", 32, 1.9), ("poor", 256, 2.5),
+        ("good", 1, 0.97), ("good", 32, 1.1), ("good", 128, 1.4), ("poor", 32, 1.9), ("poor", 256, 2.5),
     ],
 )  # fmt: skip
 def test_throughput_is_that_of_the_best_fixed_width_and_probes_cost_a_hundredth(profile, concurrency, over_block):
@@ -72,7 +71,7 @@ def test_throughput_is_that_of_the_best_fixed_width_and_probes_cost_a_hundredth(
     assert any(ours.probes) and ours.lost <= 0.01 * ours.seconds
 
 
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=5, derandomize=True, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_it_converges_to_the_best_width_of_any_machine_and_draft(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -90,24 +89,21 @@ def test_it_converges_to_the_best_width_of_any_machine_and_draft(seed: int) -> N
     assert np.mean([worth for worth, probe in zip(run.worth, run.probes, strict=True) if not probe]) >= 0.95
 
 
-@pytest.mark.parametrize("concurrency, hard", [(32, 0.5), (64, 0.2)])
-def test_a_steady_mix_goes_as_well_as_at_the_best_single_width_and_ragged_steps_better(concurrency, hard):
+def test_a_steady_mix_goes_as_well_as_at_the_best_single_width_and_ragged_steps_better() -> None:
     # Hard requests pile up: most tokens per second of the batch that is there would be less over time.
     def rate(policy: Any, **draft: float) -> float:
-        runs = [steady_mix(policy(seed), concurrency, hard, seed, **draft) for seed in range(2)]
-        return float(np.mean([run.rate for run in runs]))
+        return steady_mix(policy, 32, 0.5, seed=0, steps=600, **draft).rate
 
-    best = rate(lambda _: Fixed(6))  # the others are below
-    assert rate(lambda seed: adaptive(QUIET, concurrency, seed=seed)) >= 0.99 * best
+    def ragged() -> Any:
+        return adaptive(QUIET, 32, ragged=True)
 
-    def ragged(seed: int) -> Any:
-        return adaptive(QUIET, concurrency, seed=seed, ragged=True)
-
-    assert rate(ragged) > 1.01 * best
-    told_apart = rate(ragged, spread=1.0)
+    best = rate(Fixed(6))  # the others are below
+    assert rate(adaptive(QUIET, 32)) >= 0.99 * best
+    assert rate(ragged()) > 1.01 * best
+    told_apart = rate(ragged(), spread=1.0)
     assert told_apart > 1.08 * best
     # A draft that thinks otherwise of its proposals: what comes true is learnt.
-    assert rate(ragged, spread=1.0, sure=0.5 if concurrency == 32 else 2.0) > 0.98 * told_apart
+    assert rate(ragged(), spread=1.0, sure=0.5) > 0.98 * told_apart
 
 
 def test_trees_are_verified_where_they_pay_and_are_served() -> None:
@@ -116,13 +112,13 @@ def test_trees_are_verified_where_they_pay_and_are_served() -> None:
         policy, rates = adaptive(QUIET, concurrency, ragged=True, trees=TREES), []
         for chooser in (policy, Fixed(16, best)):
             server = serve(chooser, QUIET, draft)
-            server.run(concurrency, steps=300)
-            rates.append(server.run(concurrency, steps=1200).rate)
+            server.run(concurrency, steps=200)
+            rates.append(server.run(concurrency, steps=800).rate)
         assert rates[0] > 0.94 * rates[1], (concurrency, rates)
         shapes = {name: steps for name, steps in policy.snapshot()["shapes"].items() if steps}
         trees = {nodes for nodes, most in TREES.items() if f"tree {nodes}" in shapes}
         assert trees <= {nodes for nodes, most in TREES.items() if concurrency <= most}
-        assert sum(shapes[f"tree {nodes}"] for nodes in trees) > (1000 if concurrency == 1 else 100), shapes
+        assert sum(shapes[f"tree {nodes}"] for nodes in trees) > (660 if concurrency == 1 else 66), shapes
     policy = adaptive(QUIET, 8, ragged=True, trees={64: 8})  # none of 64 nodes was measured beyond what is below
     server = serve(policy, QUIET, draft)
     server.run(8, steps=100)
@@ -132,9 +128,8 @@ def test_trees_are_verified_where_they_pay_and_are_served() -> None:
 # ---- What moves it -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_it_settles_within_thirty_steps_of_a_change_of_load(seed: int) -> None:
-    server = serve(adaptive(QUIET, 128, seed=seed), QUIET, DRAFTS["good"], seed=seed)
+def test_it_settles_within_thirty_steps_of_a_change_of_load() -> None:
+    server = serve(adaptive(QUIET, 128), QUIET, DRAFTS["good"])
     server.run(1, steps=150)
     up, down = server.run(128, steps=200), server.run(1, steps=200)
     assert up.settled() <= 30 and down.settled() <= 30
@@ -179,26 +174,23 @@ def test_noise_and_pauses_in_step_times_do_not_make_it_flap() -> None:
     assert server.run(1, steps=500).changes == 0
 
 
-@pytest.mark.parametrize(("profile", "concurrency", "width"), [("good", 32, 8), ("poor", 32, 2)])
-def test_what_slows_all_steps_for_a_while_is_held_against_no_width(profile, concurrency, width):
-    machine = Machine(jitter=0.02)
-    server = serve(adaptive(machine, concurrency), machine, DRAFTS[profile])
-    server.run(concurrency, steps=200)
+def test_what_slows_all_steps_for_a_while_is_held_against_no_width() -> None:
+    machine = Machine(jitter=0.02, outlier=4.0)
+    server = serve(adaptive(machine, 32), machine, DRAFTS["good"])
+    server.run(32, steps=200)
     for machine.outliers in (1.0, 0.0, 1.0, 0.0):  # all steps take four times as long
-        machine.outlier = 4.0
-        assert set(server.run(concurrency, steps=60).held) == {width}
+        assert set(server.run(32, steps=60).held) == {8}
 
 
-@pytest.mark.parametrize("wrong", ["by a third", "by a third, too", "narrow widths look too slow"])
-def test_a_start_up_table_that_is_wrong_is_corrected(wrong: str) -> None:
-    seed, concurrency = ["by a third", "by a third, too"].index(wrong) if "third" in wrong else 0, 64
-    by = np.random.default_rng(seed).uniform(0.7, 1.3, (len(BUCKETS), len(WIDTHS)))
+@pytest.mark.parametrize(("wrong", "concurrency"), [("by a third", 64), ("narrow widths look too slow", 128)])
+def test_a_start_up_table_that_is_wrong_is_corrected(wrong: str, concurrency: int) -> None:
+    by = np.random.default_rng(0).uniform(0.7, 1.3, (len(BUCKETS), len(WIDTHS)))
     if "narrow" in wrong:
-        by, concurrency = np.tile(np.linspace(1.5, 0.5, len(WIDTHS)), (len(BUCKETS), 1)), 128
-    server = serve(adaptive(QUIET, concurrency, wrong=by, seed=seed), QUIET, DRAFTS["good"], seed=seed)
+        by = np.tile(np.linspace(1.5, 0.5, len(WIDTHS)), (len(BUCKETS), 1))
+    server = serve(adaptive(QUIET, concurrency, wrong=by), QUIET, DRAFTS["good"])
     before = np.mean(server.run(concurrency, steps=5).worth)
-    server.run(concurrency, steps=1500)
-    assert np.mean(server.run(concurrency, steps=300).worth) >= 0.97
+    server.run(concurrency, steps=1000)
+    assert np.mean(server.run(concurrency, steps=200).worth) >= 0.97
     assert "third" in wrong or before < 0.95
 
 
@@ -208,8 +200,8 @@ def test_where_all_widths_take_as_long_one_request_stays_at_the_widest() -> None
     machine.table[0, 1:] = 5.9e-3
     server = serve(adaptive(machine, 64, seed=3), machine, Draft(GOOD), seed=3, clock=3)
     server.run(64, steps=150)
-    server.run(1, steps=2000)
-    assert server.run(1, steps=2000).held.count(16) > 1860
+    server.run(1, steps=1500)
+    assert server.run(1, steps=1000).held.count(16) > 930
 
 
 def test_long_contexts_widen_the_block() -> None:
@@ -225,19 +217,6 @@ def test_long_contexts_widen_the_block() -> None:
 
 
 # ---- Start-up's table ----------------------------------------------------------------------------------------
-
-
-def test_start_up_measures_few_cells() -> None:
-    chains = kinds_of(WIDTHS, False, [])
-    cells = startup_cells(BUCKETS, chains, {})
-    assert len(cells) == 49 and max(batch * kind.width for batch, kind, _ in cells) <= 8192
-    assert {(batch, context) for batch, _, context in cells if context} == {(16, 16 * 4096)}
-    every = startup_cells(BUCKETS, kinds_of(WIDTHS, True, TREES), TREES)
-    assert [cell for cell in every if cell[1] in chains] == cells
-    assert {kind.width for _, kind, _ in every if kind.ragged} == {2, 16}
-    assert {(batch, kind.nodes) for batch, kind, _ in every if kind.nodes} == {
-        *((batch, 16) for batch in (1, 2, 4, 8)), *((batch, 32) for batch in (1, 2, 4)), (1, 64), (2, 64)
-    }  # fmt: skip
 
 
 def test_the_time_of_every_width_is_known_within_a_tenth_and_requests_can_ask_for_each() -> None:
@@ -257,20 +236,6 @@ def test_the_time_of_every_width_is_known_within_a_tenth_and_requests_can_ask_fo
 
 
 # ---- Requests' limits ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "floor, cap, narrowest, widest",
-    [
-        (1, 5, 1, 4), (1, 1, 1, 1), (5, 16, 6, 16), (1000, 1000, 16, 16), (6, 6, 6, 6), (5, 5, 4, 4), (2, 3, 2, 2),
-    ],
-)  # fmt: skip
-def test_widths_lie_between_what_a_request_asks_for_and_what_every_one_allows(floor, cap, narrowest, widest):
-    asked = dict(caps=lambda kinds: np.full(len(kinds), cap), floors=lambda kinds: np.full(len(kinds), floor))
-    run = serve(adaptive(QUIET, 64, ragged=True), QUIET, DRAFTS["poor"], **asked).run(64, steps=400)
-    assert min(run.widths) == narrowest and max(run.widths) <= widest
-    # With a poor draft the narrowest are the best: the wider ones, where there are any, are only probed.
-    assert max(run.held) <= max(narrowest, 4) and any(run.probes) == (narrowest < widest)
 
 
 def drive(policy: Any, slots: np.ndarray, steps: int, chances: Any, **may: Any) -> list[Decision]:
@@ -315,13 +280,6 @@ def test_requests_that_are_not_drafted_for_do_not_vote_for_a_wide_block() -> Non
     assert widths[0] >= 4 and widths[1] <= 2
 
 
-def test_a_fixed_width_is_kept_costs_no_probe_and_counts_no_prefills() -> None:
-    policy = adaptive(QUIET, 8, WidthConfig(fixed=8))
-    policy.prefill(100)
-    run = serve(policy, QUIET, DRAFTS["poor"]).run(8, steps=60)
-    assert set(run.widths) == {8} and not any(run.probes) and policy.snapshot()["steps"] == {8: 60}
-
-
 # ---- Ragged steps --------------------------------------------------------------------------------------------
 
 
@@ -344,8 +302,8 @@ def test_ragged_steps_that_take_longer_than_start_up_says_are_given_up() -> None
     machine, rates = Machine(jitter=0.02, outliers=0.01, parts=1.2), []
     for ragged in (True, False):
         server = serve(adaptive(machine, 64, ragged=ragged), machine, DRAFTS["mixed"], hard=0.5)
-        server.run(64, steps=400)
-        rates.append(server.run(64, steps=1000).rate)
+        server.run(64, steps=300)
+        rates.append(server.run(64, steps=500).rate)
     assert rates[0] > 0.97 * rates[1]
 
 
@@ -363,17 +321,17 @@ def interrupted(policy: str | int, concurrency: int, answer: int) -> Run:
 
 @pytest.mark.parametrize(
     ("concurrency", "answer", "near"),
-    [(1, 512, (12, 16)), (32, 128, (6, 8)), (256, 128, (4, 6))],
+    [(1, 512, (12, 16)), (256, 128, (4, 6))],
 )
 def test_with_prefills_between_steps_it_is_as_good_as_the_best_fixed_width(concurrency, answer, near):
     best = max(interrupted(width, concurrency, answer).rate for width in near)  # the others are far below
     for policy in ("ours", "ragged"):
         assert interrupted(policy, concurrency, answer).rate >= 0.97 * best, policy
     told, untold = (interrupted(policy, concurrency, answer) for policy in ("ours", "heedless"))
-    if (concurrency, answer) == (256, 128):  # short answers want wider blocks than step times say
-        assert untold.rate < 0.95 * best and np.median(told.held) >= 4
     if concurrency == 1:
         assert np.median(told.held) == np.median(untold.held) == 16
+    else:  # short answers want wider blocks than step times say
+        assert untold.rate < 0.95 * best and np.median(told.held) >= 4
 
 
 def test_a_step_after_a_prefill_tells_nothing_of_steps_and_what_the_prefill_added_counts_for_wider_ones() -> None:
@@ -436,17 +394,6 @@ def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_
     policy.verified(step, [15] * 3, 0.01, said)
     assert sum(policy.snapshot()["calibration"]["verified"]) == said.size
     assert policy.metrics.left_out == 2 and len(caplog.records) == 1
-
-
-@pytest.mark.parametrize("fixed", [None, 8])
-def test_a_server_goes_on_when_results_are_lost_and_learns_from_those_that_come(fixed: int | None) -> None:
-    policy = adaptive(QUIET, 32, WidthConfig(fixed=fixed))
-    server = serve(policy, QUIET, DRAFTS["poor"])
-    told, policy.verified = policy.verified, lambda *_: None
-    server.run(32, steps=50)
-    policy.verified = told
-    run = server.run(32, steps=300)
-    assert set(run.widths) == {8} if fixed else np.mean(run.worth[100:]) >= 0.96
 
 
 def test_the_metrics_say_what_was_done_and_what_it_is_worth() -> None:
@@ -518,16 +465,6 @@ def group_of(ranks: int, requests: int, *, loads: bool = True, **load: Any) -> S
     ))  # fmt: skip
 
 
-def test_sixty_four_ranks_with_requests_of_their_own_choose_one_width_and_a_good_one() -> None:
-    server = group_of(64, 64, hard=0.5)
-    uneven = [64 * (rank % 4) // 3 for rank in range(64)]  # a quarter of them idle
-    run = server.run(uneven, steps=50)
-    assert run.widths[0] == 16, "the widest, before anything is known"
-    assert np.mean(run.worth[20:]) >= 0.95
-    few = server.run([int(rank == 5) for rank in range(64)], steps=30)
-    assert np.mean(few.worth[20:]) >= 0.9 and min(few.held[20:]) >= 4
-
-
 def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for() -> None:
     board, random = Board(3), np.random.default_rng(0)
     policies = [adaptive(NOISY, 4, group=board.group(rank, loads=True), seed=rank) for rank in range(3)]
@@ -572,13 +509,3 @@ def test_ranks_choose_alike_whatever_their_clocks_their_prefills_and_lost_result
         rank.policy.verified = lambda step, accepted, *more, told=told: told(step, accepted[:-1], *more)
     server.run(64, steps=70)
     assert [rank for rank in server.ranks if rank.policy.metrics.left_out > 50] == list(losing)
-
-
-def test_a_decision_is_the_same_for_the_ranks_that_are_told_of_it() -> None:
-    for decision in (
-        Decision(4, None, None, None, "probe", 0.5, 1.0, 1.5, 2.0),
-        Decision(6, 48, None, None, "limit", 0.25, 0.75, 3.0, 4.0),
-        Decision(16, None, 32, None, "gain", 0.25, 1.25, 3.0, 4.0),
-        Decision(16, None, None, 64, "copy", 0.0, 1.0, 3.0, 4.0),
-    ):
-        assert Decision.from_row(decision.row()) == decision

@@ -107,31 +107,6 @@ def test_blocks_go_on_after_steps_of_copies_as_if_there_had_been_none():
     assert serve(copied, [1, 2], 20, 0.3, longest=0) == serve(not_copied, [1, 2], 20, 0.3, longest=0)
 
 
-@pytest.mark.parametrize(
-    ("most", "least", "nodes"),
-    [([16, 16], [1, 1], 16), ([5, 16], [1, 1], 16), ([5, 8], [1, 1], None), ([16, 16], [1, 4], None)],
-)
-def test_where_the_width_is_fixed_requests_that_ask_for_a_width_get_no_trees(most, least, nodes):
-    fixed = WidthPolicy(WidthConfig(fixed="tree 16"), BLOCK, [1, 2, 4], 9, trees={16: 2})
-    slots = np.array([1, 2])
-    fixed.admit(slots, most, least)
-    assert fixed.choose(slots, 200).decision.tree_nodes == nodes
-    fixed.admit(slots)
-    assert fixed.choose(slots, 200).decision.tree_nodes == 16
-    assert fixed.choose(slots, 200, trees=False).decision.tree_nodes is None
-
-
-def test_a_batch_with_the_least_floor_has_whole_blocks_from_it_on():
-    floored = policy()
-    for floor in (1, 2):
-        floored.admit(np.array([1, 2]), None, [1, floor])
-        decisions = [serve(floored, [1, 2], 30, share, longest=0) for share in (0.0, 0.3, 1.0)]
-        shapes = {decision.shape for of_share in decisions for decision in of_share}
-        in_part = {shape for shape in shapes if shape.budget is not None or shape.nodes is not None}
-        assert bool(in_part) == (floor == 1), shapes
-        assert min(shape.width for shape in shapes) == floor
-
-
 # ---- Copies --------------------------------------------------------------------------------------------------
 
 

@@ -10,26 +10,17 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from dflash_sglang.drafting.block import longest_prefix
-from dflash_sglang.patches import attention_room, graph_captures
+from dflash_sglang.patches import attention_room, graphs
 from dflash_sglang.width import runtime_states
 from dflash_sglang.width.runtime_states import RuntimeState, RuntimeStates, sparse
 from tests.support.fakes import Settings
 
 
-@pytest.fixture(autouse=True)
-def without_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
-
-
 class Runner:
-    """SGLang's model runner, as far as graphs are concerned, whose block has captured 1, 2, 7 and 8 requests."""
+    """SGLang's model runner, as far as graphs are concerned."""
 
-    attn_backend = "block's"
+    attn_backend, model_config = "block's", SimpleNamespace(context_len=100)
     decode_cuda_graph_runner: Any
-
-    def __init__(self) -> None:
-        self.model_config = SimpleNamespace(context_len=100)
 
     def _get_attention_backend(self) -> str:
         return f"of {self.model_config.context_len} tokens"
@@ -86,7 +77,7 @@ def test_a_width_is_captured_at_batches_whose_rows_are_worth_it_and_shared_evenl
     def alignment(gathered_buffer_required: bool) -> int:
         return ranks if gathered_buffer_required else 1
 
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", alignment)
+    monkeypatch.setattr(graphs, "get_cuda_graph_batch_size_alignment", alignment)
     monkeypatch.setattr(runtime_states, "captured_sizes", lambda runner: captured)
     states, added = served(block), {}
     states.add = added.__setitem__
@@ -97,8 +88,8 @@ def test_a_width_is_captured_at_batches_whose_rows_are_worth_it_and_shared_evenl
 class Graphs:
     """SGLang's graphs."""
 
+    settings = Settings(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 7, 8])))
     capture_bs = [1, 2, 7, 8]
-    settings: Settings  # of graphs
 
     def __init__(self, runner: Any, attn_backend: str, speculative_num_draft_tokens: int) -> None:
         self.made = (self.settings.cuda_graph_config.decode.bs, attn_backend, speculative_num_draft_tokens)
@@ -116,40 +107,20 @@ class Spec:
         del self.speculative_num_draft_tokens
 
 
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
-    graph = SimpleNamespace(graph=Settings(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 7, 8]))))
-    Graphs.settings = graph.graph
-    spec = Spec()
-    monkeypatch.setattr(graph_captures, "get_exec", lambda: graph)
-    monkeypatch.setattr(graph_captures, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
+def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes_over_attention_with_windows(monkeypatch) -> None:
+    spec, planned, runner = Spec(), list[Any](), Runner()
+    runner.decode_cuda_graph_runner = object.__new__(Graphs)
+    monkeypatch.setattr(graphs, "get_exec", lambda: SimpleNamespace(graph=Graphs.settings))
+    monkeypatch.setattr(graphs, "get_cuda_graph_batch_size_alignment", lambda gathered_buffer_required: 1)
     for module in (runtime_states, attention_room):
         monkeypatch.setattr(module, "get_spec", lambda: spec)
+    monkeypatch.setattr(runtime_states, "states_of_width", lambda runner, width: None)
     monkeypatch.setattr(runtime_states, "DecodeCudaGraphRunner", Graphs)
-    runner = Runner()
-    runner.decode_cuda_graph_runner = object.__new__(Graphs)
-    return runner
-
-
-def test_graphs_of_more_widths_are_captured_at_fewer_batch_sizes(
-    monkeypatch: pytest.MonkeyPatch, runner: Runner
-) -> None:
-    planned: list[Any] = []
     monkeypatch.setattr(runtime_states, "plan_windows", planned.append)
     state = RuntimeState.build(runner, 4, sparse(runtime_states.captured_sizes(runner)))
     assert state.attention == "of 103 tokens" and state.graphs.made == ([1, 2, 8], "of 103 tokens", 4)
     assert planned == ["of 103 tokens"]
     assert Graphs.settings.cuda_graph_config.decode.bs == [1, 2, 7, 8]
-
-
-def test_attention_backends_have_room_for_a_block_beyond_the_context(runner: Any) -> None:
-    """FlashInfer's MLA graphs would write behind what they hold of a request, FlashAttention's read behind it."""
-    made: list[int] = []
-    attention_room.init_attention_backends(lambda runner: made.append(runner.model_config.context_len), runner)
-    assert made == [longest_prefix(runner) + 16] and runner.model_config.context_len == 100
-    with pytest.raises(ZeroDivisionError):
-        attention_room.init_attention_backends(lambda runner: 1 / 0, runner)
-    assert runner.model_config.context_len == 100
 
 
 def test_graphs_of_blocks_in_part_are_for_tokens_and_what_is_beyond_them_has_none(

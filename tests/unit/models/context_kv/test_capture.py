@@ -1,4 +1,4 @@
-"""Capture of the target's layers (C11) on SGLang's own model classes, and on bodies of the same contract."""
+"""Capture of the target's layers (C11) on bodies of SGLang's contract. Its own classes: `tests.zoo`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.configs.muse_glimmer import MuseGlimmerConfig
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner_components import spec_aux_hidden_state
 from sglang.srt.models.muse_glimmer import MuseGlimmerForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 
 from dflash_sglang.patches.target_features import CaptureError, ensure_capture
-from tests.support import sglang_layers
-from tests.support.tiny import target_config, target_tensors, write_checkpoint
 
 HIDDEN, LAYERS = 4, 5
 DFLASH, EAGLE3 = "set_dflash_layers_to_capture", "set_eagle3_layers_to_capture"
@@ -258,52 +253,3 @@ def test_a_target_that_cannot_capture_what_the_draft_expects_is_refused() -> Non
     target.language_model.model.layers_to_capture = []
     with pytest.raises(CaptureError, match=r"Body captured 0 of the layers \[0\]"):
         target.run()
-
-
-# ---- SGLang's Qwen3 against that of transformers ---------------------------------------------------------
-
-
-class CausalAttention:
-    """Causal attention of one sequence's prefill, in place of a served backend."""
-
-    token_to_kv_pool = None
-
-    def forward(self, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        heads = [x.view(len(x), -1, layer.head_dim).transpose(0, 1) for x in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        return out.transpose(0, 1).reshape(len(q), -1)
-
-
-@sglang_layers.cpu_only
-def test_sglangs_qwen3_hands_over_what_transformers_computes_after_these_layers(tmp_path, monkeypatch):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = target_config()
-    tensors = target_tensors(config)
-    directory = write_checkpoint(tmp_path / "target", config, tensors)
-    reference = AutoModelForCausalLM.from_pretrained(directory)
-    outputs: list[torch.Tensor] = []
-    for layer in reference.model.layers:
-        layer.register_forward_hook(lambda layer, args, out: outputs.append(out[0] if out.ndim == 3 else out))
-    input_ids, rows = torch.arange(7, 19), torch.arange(12)
-    with torch.no_grad():
-        reference(input_ids[None])
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=input_ids,
-        req_pool_indices=torch.zeros(1, dtype=torch.int64), seq_lens=torch.tensor([12]), out_cache_loc=rows,
-        seq_lens_sum=12,
-    )  # fmt: skip
-    for method in (DFLASH, EAGLE3):
-        if method == EAGLE3:
-            monkeypatch.delattr(Qwen3ForCausalLM, DFLASH)
-        for ids in ([1, 3], [0, 2, 4], [4, 0, 2]):
-            with sglang_layers.defaults(torch.float32):
-                model = Qwen3ForCausalLM(AutoConfig.from_pretrained(directory))
-                model.load_weights(iter(tensors.items()))
-            model.to("cpu")
-            ensure_capture(model, ids)
-            model.set_dflash_layers_to_capture(ids)
-            with torch.no_grad(), forward_context(ForwardContext(attn_backend=CausalAttention())):
-                _, features = model.model(input_ids, rows, batch)
-            for feature, i in zip(features, ids, strict=True):
-                torch.testing.assert_close(feature, outputs[i], rtol=1e-4, atol=1e-4)

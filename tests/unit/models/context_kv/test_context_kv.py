@@ -81,24 +81,6 @@ def test_a_long_prefill_is_written_in_parts_that_add_up(tmp_path, features, monk
         torch.testing.assert_close(got, expected)
 
 
-@layers.cpu_only
-def test_a_weight_update_of_the_draft_reaches_the_stacked_projection(tmp_path, features):
-    config = draft_config(attention_bias=True)
-    model = layers.make_draft(tmp_path, attention_bias=True)
-    context = ContextKV(model, "stacked")
-    pool = layers.make_pool(model)
-    context.bind(pool)
-    updated = draft_tensors(config, seed=99)
-    names = [name for name in updated if name.startswith("layers.1.self_attn.")]
-    model.load_weights([(name, updated[name]) for name in names])
-    context.write(features, POSITIONS.to(layers.DEVICE), SLOTS.to(layers.DEVICE))
-    mixed = {**draft_tensors(config), **{name: updated[name] for name in names}}
-    expected = ReferenceDraft.from_weights(config, mixed).context_kv(features.cpu(), POSITIONS)
-    for layer, kv in enumerate(expected):
-        for buffer, wanted in zip(pool.get_kv_buffer(layer), kv, strict=True):
-            torch.testing.assert_close(buffer[SLOTS].cpu(), wanted, rtol=1e-4, atol=1e-4)
-
-
 def test_features_of_another_width_than_fc_takes_are_refused_with_both(tmp_path: Path) -> None:
     context = ContextKV(layers.make_draft(tmp_path))
     with pytest.raises(

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from dflash_sglang.checkpoint import VocabularySpec
 from dflash_sglang.kernels.head.fp8_linear import fp8_linear, fp8_linear_torch, quantise_rows
-from dflash_sglang.models.head import fp8_head
-from dflash_sglang.models.head.draft_head import DraftHead, build_draft_head
-from dflash_sglang.models.head.form import HeadFacts, choose_form
-from dflash_sglang.models.head.fp8_head import Fp8Head
+from dflash_sglang.models.head import copies
+from dflash_sglang.models.head.copies import Fp8Head
+from dflash_sglang.models.head.draft_head import DraftHead, HeadFacts, build_draft_head, choose_form
 from dflash_sglang.models.head.target_head import TargetHead
 from tests.support import sglang_layers as layers
 from tests.support.fakes import Together
@@ -108,13 +107,13 @@ def test_every_rank_proposes_the_likeliest_token_of_the_quantised_head(
 
 
 def test_a_head_of_many_rows_is_quantised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_head, "_ROWS_AT_A_TIME", 7)
+    monkeypatch.setattr(copies, "_ROWS_AT_A_TIME", 7)
     lm_head = nn.Linear(8, 30, bias=False)
     lm_head.weight.data = integers(30)
     kept = torch.arange(3, 30)
     for copy, rows in (
-        (fp8_head.Fp8Head(lm_head), lm_head.weight.data),
-        (fp8_head.Fp8Head(lm_head, kept), lm_head.weight.data[kept]),
+        (copies.Fp8Head(lm_head), lm_head.weight.data),
+        (copies.Fp8Head(lm_head, kept), lm_head.weight.data[kept]),
     ):
         assert torch.equal((copy.weight.float() * copy.weight_scale)[: len(rows)], in_fp8(rows))
         assert not bool(copy.weight[len(rows) :].float().any())
