@@ -1,7 +1,5 @@
 """Prefill and decode on different servers over SGLang's nixl backend, on one GPU, or on two where they are there.
 
-pytest -m gpu tests/gpu/test_disaggregated_gpu.py
-
 Needs the `nixl` package. In bfloat16 outputs may part where two tokens are almost tied: see `test_width_gpu`.
 """
 

@@ -1,7 +1,5 @@
 """Prefixes from the host on a GPU: pinned memory, copy streams, graphs, bfloat16; `test_host_cache` on the CPU.
 
-pytest -m gpu tests/gpu/test_host_cache_gpu.py
-
 Each prompt is asked cold, evicted to the host by the others, and asked again. The draft's keys and values of its
 first tokens must then be those of the cold run, bit by bit. Outputs in bfloat16 may part where two tokens are
 almost tied, because the rest of a prompt is prefilled in another shape.

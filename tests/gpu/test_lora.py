@@ -1,6 +1,6 @@
 """LoRA on the target: two adapters and none in one batch, each as without speculation.
 
-SGLang's LoRA kernels need a GPU: pytest -m gpu tests/gpu/test_lora.py. `test_disaggregated` has adapters on a CPU.
+SGLang's LoRA kernels need a GPU. `test_disaggregated` has adapters on a CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Nothing of this package takes memory of a GPU while requests run, whatever they ask for.
 
-pytest -m gpu tests/gpu/test_memory_gpu.py
-
 `device_memory` reads torch's figures in the scheduler, `scheduler_hooks`' "firsts" what buffers this package has.
 """
 

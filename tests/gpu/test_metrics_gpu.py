@@ -1,7 +1,4 @@
-"""Every metrics flag of SGLang at once, on a server with graphs: it starts, answers, and each sink tells of it.
-
-DFLASH_TEST_DEVICE=cuda python -m pytest -m gpu tests/gpu/test_metrics_gpu.py
-"""
+"""Every metrics flag of SGLang at once, on a server with graphs: it starts, answers, and each sink tells of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Step-3.5's own multi-token-prediction layers on a GPU with FlashAttention 3, at random widths.
 
-DFLASH_TEST_DEVICE=cuda pytest -m gpu tests/gpu/test_mtp_gpu.py
-
 Weights are random numbers of bfloat16. Each token of the output is compared with the target's likeliest one in a
 prefill of them all, as in `test_width_gpu`; plain decoding's own output shows how many differ anyhow. Each
 proposal is compared with the likeliest one of the reference, which computes in float32. The layers choose the

@@ -1,7 +1,4 @@
-"""Quantised drafts on a real server with graphs: they draft well, and take new weights. They need a GPU.
-
-DFLASH_TEST_DEVICE=cuda python -m pytest -m gpu tests/gpu/test_quantised_serving.py
-"""
+"""Quantised drafts on a real server with graphs: they draft well, and take new weights. They need a GPU."""
 
 from __future__ import annotations
 

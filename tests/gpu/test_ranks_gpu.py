@@ -1,7 +1,5 @@
 """Tensor parallel over two GPUs: chains, ragged ones and trees, one shape on both ranks in every step.
 
-pytest -m gpu tests/gpu/test_ranks_gpu.py
-
 Ranks that disagreed about a shape would wait for each other in collectives of other sizes, or write other rows.
 Recurrent targets on two GPUs are in `test_recurrent_gpu`.
 """

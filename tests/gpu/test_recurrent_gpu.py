@@ -2,8 +2,6 @@
 
 The CPU part is `test_recurrent_serving`; KDA runs here alone.
 
-pytest -m gpu tests/gpu/test_recurrent_gpu.py
-
 The kernels take no float32. Two forwards of a random target in bfloat16 differ by 0.03 in the logprobs of its
 likeliest tokens, and hardly ever by 0.2; one token too many or too few in its states changes them by 0.2 to 2. So
 the tokens may part where two are almost tied, and the logprobs may not.

@@ -1,8 +1,5 @@
 """Seeded requests under `--enable-deterministic-inference`, whose kernels need a GPU; CPU part:
-`test_request_fields`, and `test_disaggregated` with this flag.
-
-pytest -m gpu tests/gpu/test_seeds.py
-"""
+`test_request_fields`, and `test_disaggregated` with this flag."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Widths on a GPU: captured, measured and chosen, or drawn at random in every step.
 
-pytest -m gpu tests/gpu/test_width_gpu.py
-
 In bfloat16 the likelier one of two tokens that are almost tied depends on how many rows a GEMM has. So the target,
 without speculation, is asked about our outputs: each token has the largest logprob at its place in one prefill of
 them all, or is a TIE of the likeliest, which few are.

@@ -1,7 +1,8 @@
-"""Accept of trees: what a walk through the tree commits, and which KV rows move; a chain's tree is a chain."""
+"""Accept (C2, C3, C4): what a walk through a block or a tree commits, and which KV rows move."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,24 +70,32 @@ def walked(tokens, target, parents):
         path += children
 
 
-@settings(max_examples=60)
+@st.composite
+def blocks(draw, bs, block):
+    """The same of blocks, whose nodes are a chain."""
+    values = st.lists(st.sampled_from([0, 1, 1, 1]), min_size=block, max_size=block)
+    return tuple([draw(values) for _ in range(bs)] for _ in range(2)) + ([list(range(-1, block - 1))] * bs,)
+
+
+@pytest.mark.parametrize("of_trees", [True, False], ids=["trees", "blocks"])
+@settings(max_examples=50)
 @given(data=st.data())
-def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_the_front(twin, device, data):
-    bs, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 17))
-    tokens, target, parents = data.draw(trees(bs, block))
+def test_a_walk_from_the_root_is_committed_within_its_rows_and_its_limit(twin, device, of_trees, data):
+    """All rows or the first ones of each request; its limit is its own wherever it stands in the batch. Rows of a
+    tree are moved to the front."""
+    bs, block = data.draw(st.integers(1, 6)), data.draw(st.integers(1 + of_trees, 17))
+    tokens, target, parents = data.draw((trees if of_trees else blocks)(bs, block))
     nodes, most = len(parents[0]), data.draw(st.lists(st.integers(1, block), min_size=bs, max_size=bs))
-    paths = paths_of(device, parents, block)
+    paths = paths_of(device, parents, block) if of_trees else None
     requests = data.draw(st.permutations(range(ROWS)))[:bs]
     prefix = list(range(10, 10 + bs))
     lens, ragged, rows = [nodes] * bs, None, (tokens, target)
     if data.draw(st.booleans()):
         lens = data.draw(st.lists(st.integers(1, nodes), min_size=bs, max_size=bs))
         starts, widths = torch.tensor(starts_of(lens)).int(), torch.tensor(lens).int()
-        ragged = kernels.Ragged(starts.to(device), widths.to(device), nodes)
-        rows = tuple(ragged_rows(lens, values, padding=3) for values in rows)
+        ragged, padding = kernels.Ragged(starts.to(device), widths.to(device), nodes), data.draw(st.integers(0, 9))
+        rows = tuple(ragged_rows(lens, values, padding) for values in rows)
     out = Accepts(twin, device, *rows, prefix, requests, most, ragged, paths)
-    moved = torch.arange(4000).view(4, 1000)
-    moved.view(-1)[paths.targets.cpu()] = paths.sources.cpu()
     for b in range(bs):
         verified = [values[: lens[b]] for values in (tokens[b], target[b], parents[b])]
         path = walked(*verified)[: most[b]]
@@ -95,10 +104,14 @@ def test_a_tree_commits_what_a_walk_from_the_root_finds_and_moves_its_rows_to_th
         assert out.new_seq_lens[b] == prefix[b] + len(path)
         assert out.relay.bonus_tokens[requests[b]] == committed[-1]
         assert out.relay.new_seq_lens[requests[b]] == prefix[b] + len(path)
+        if paths is None:
+            continue
         assert paths.nodes[b].tolist() == path + [0] * (block - len(path))
-        expected = list(range(1000 * b, 1000 * b + 1000))
-        expected[: len(path)] = [1000 * b + node for node in path]
-        assert moved[b].tolist() == expected
-        # No row is copied onto itself while another is copied there.
         pairs = list(zip(*(of.view(bs, block)[b].tolist() for of in (paths.sources, paths.targets)), strict=True))
-        assert len({target for _, target in pairs}) == len(set(pairs))
+        moved, expected = list(range(1000)), list(range(1000))
+        for source, at in pairs:
+            moved[at - 1000 * b] = source - 1000 * b
+        expected[: len(path)] = path
+        assert moved == expected
+        # No row is copied onto itself while another is copied there.
+        assert len({at for _, at in pairs}) == len(set(pairs))

@@ -1,4 +1,4 @@
-"""Block input and accept: conformance C1, C2, C3 and the row bound of C4, torch twins and Triton kernels."""
+"""Block input, and where accept writes its outcome: conformance C1 and the row bound of C4, both twins."""
 
 from __future__ import annotations
 
@@ -101,30 +101,6 @@ def ragged_rows(lens, blocks, padding=0):
 
 def starts_of(lens):
     return [sum(lens[:i]) for i in range(len(lens) + 1)]
-
-
-@each_twin
-@given(data=st.data())
-def test_a_block_commits_the_agreeing_prefix_and_one_token_within_its_rows_and_its_limit(twin, device, data):
-    """Whole blocks, or the first rows of each; a request has its limit wherever it stands in the batch."""
-    bs, block = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 17))
-    of_block = st.lists(st.sampled_from([0, 1, 1, 1]), min_size=block, max_size=block)
-    tokens, target = ([data.draw(of_block) for _ in range(bs)] for _ in range(2))
-    prefix, requests = list(range(10, 10 + bs)), data.draw(st.permutations(range(ROWS)))[:bs]
-    up_to_block = st.lists(st.integers(1, block) | st.just(block), min_size=bs, max_size=bs)
-    most, lens, ragged, rows = data.draw(up_to_block), [block] * bs, None, (tokens, target)
-    if data.draw(st.booleans()):
-        lens, padding = data.draw(up_to_block), data.draw(st.integers(0, 9))
-        ragged = accept_kernels.Ragged(*(of.int() for of in on(device, starts_of(lens), lens)), block)
-        rows = (ragged_rows(lens, tokens, padding), ragged_rows(lens, target, padding))
-    out = Accepts(twin, device, *rows, prefix, requests, most, ragged)
-    for request in range(bs):
-        length, at_most = 1, min(most[request], lens[request])
-        while length < at_most and tokens[request][length] == target[request][length - 1]:
-            length += 1
-        assert out.committed[request] == target[request][:length]
-        assert out.bonus_tokens[request] == target[request][length - 1]
-        assert out.new_seq_lens[request] == prefix[request] + length
 
 
 def test_a_request_without_rows_pads_the_batch_and_changes_no_other(twin, device):

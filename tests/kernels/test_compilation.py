@@ -125,29 +125,22 @@ def blocks() -> None:
     window_rows.window_rows_triton(counts(ROWS, 4096), ids(BS), ids(BS), BLOCK, span, rows)
 
 
-def accepts() -> None:
+def accepts(nodes: int = BLOCK, paths: accept.Paths | None = None) -> None:
     outcomes = accept.Outcomes(ids(5, ROWS * BLOCK), counts(5, ROWS), ids(5, ROWS), ids(5, ROWS))
-    relay = accept.Relay(ids(ROWS), ids(ROWS))
-    ragged = accept.Ragged(counts(BS + 1), counts(BS), BLOCK)
-    for part, rows in ((None, ids(BS, BLOCK)), (ragged, ids(BS * BLOCK))):
+    ragged = accept.Ragged(counts(BS + 1), counts(BS), nodes)
+    for part, rows in ((None, ids(BS, nodes)), (ragged, ids(BS * nodes))):
         verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(1), counts(ROWS), part)
-        accept.accept_triton(verified, outcomes, relay)
+        accept.accept_triton(verified, outcomes, accept.Relay(ids(ROWS), ids(ROWS)), paths)
 
 
 def trees() -> None:
-    outcomes = accept.Outcomes(ids(5, ROWS * BLOCK), counts(5, ROWS), ids(5, ROWS), ids(5, ROWS))
-    relay = accept.Relay(ids(ROWS), ids(ROWS))
     candidates = grow_tree.Candidates(ids(BS, BLOCK - 1, 8), torch.zeros(BS, BLOCK - 1, 8))
     for nodes in (8, 64):
         tree = grow_tree.Tree(counts(BS, nodes), counts(BS, nodes), ids(BS, nodes), torch.zeros(BS, nodes))
         grow_tree.grow_tree_triton(ids(BS), candidates, ids(BS, nodes), tree)
         places = place_nodes.Places(ids(BS, nodes), ids(BS, nodes))
         place_nodes.place_nodes_triton(tree.depths, ids(BS), ids(BS), counts(ROWS, 4096), places)
-        paths = accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK))
-        ragged = accept.Ragged(counts(BS + 1), counts(BS), nodes)
-        for part, rows in ((None, ids(BS, nodes)), (ragged, ids(BS * nodes))):
-            verified = accept.Verification(rows, rows, ids(BS), ids(BS), ids(1), counts(ROWS), part)
-            accept.accept_triton(verified, outcomes, relay, paths)
+        accepts(nodes, accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK)))
 
 
 def copies() -> None:
@@ -252,7 +245,11 @@ def draft_rings() -> None:
     rings.take_over_triton(3, 900, counts(ROWS, 4096), tables, moves)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 120])
+# Each of them takes a minute of a core.
+OTHERS = [pytest.param(capability, marks=pytest.mark.full) for capability in (80, 120)]
+
+
+@pytest.mark.parametrize("capability", [90, *OTHERS])
 def test_all_kernels_compile_and_fit_into_every_gpu(compiled, kernel_names):
     for launches in (
         blocks, accepts, trees, copies, rows_of_layers, heads, walks, samples, states, tree_attention, draft_rings,

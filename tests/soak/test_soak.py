@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_sglang.pair import pair_directories
-from tests.soak import checks, requests, run
+from tests.soak import checks, run
 from tests.soak.driver import Outcome
 from tests.soak.requests import Request
 from tests.support.engines import serve
@@ -167,12 +167,3 @@ def test_a_request_refused_with_its_abort_is_aborted_and_another_one_is_not():
     assert Outcome(aborted, error=f"ValueError: {refusal}").aborted
     assert not Outcome(REQUEST, 400, error=refusal).aborted
     assert not Outcome(aborted, 400, error="the prompt is too long").aborted
-
-
-def test_the_same_seed_gives_the_same_requests():
-    corpus = requests.corpus_of(pair_directories()["target"])
-    asked = requests.requests(300, 5, corpus)
-    assert asked == requests.requests(300, 5, corpus) != requests.requests(300, 6, corpus)
-    lengths = [len(one.body["input_ids"]) for one in asked]
-    assert min(lengths) == 1 and 300 < max(lengths) <= requests.LONGEST_PROMPT
-    assert {one.abort for one in asked} == {None, "disconnect", "abort_request"}

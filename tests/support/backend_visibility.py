@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def captured(backend: Any, forward_batch: Any, layer: Callable[[], Tensor]) -> T
 
     tokens = forward_batch.positions.numel()
     backend.init_cuda_graph_state(1, tokens)
-    with _lengths(forward_batch, backend.get_cuda_graph_seq_len_fill_value()):
+    with _length(forward_batch, backend.get_cuda_graph_seq_len_fill_value()):
         with forward_context(ForwardContext(attn_backend=backend)):
             backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
 
@@ -142,21 +143,17 @@ def captured(backend: Any, forward_batch: Any, layer: Callable[[], Tensor]) -> T
     return output.clone()
 
 
-class _lengths:
+@contextmanager
+def _length(batch: Any, length: int) -> Iterator[None]:
     """The batch has this length meanwhile."""
-
-    def __init__(self, forward_batch: Any, length: int) -> None:
-        self._batch, self._length = forward_batch, length
-
-    def __enter__(self) -> None:
-        batch = self._batch
-        self._before = batch.seq_lens.clone(), batch.seq_lens_cpu, batch.seq_lens_sum
-        batch.seq_lens.fill_(self._length)
-        batch.seq_lens_cpu, batch.seq_lens_sum = torch.full_like(batch.seq_lens_cpu, self._length), self._length
-
-    def __exit__(self, *_: Any) -> None:
-        lengths, self._batch.seq_lens_cpu, self._batch.seq_lens_sum = self._before
-        self._batch.seq_lens.copy_(lengths)
+    before = batch.seq_lens.clone(), batch.seq_lens_cpu, batch.seq_lens_sum
+    batch.seq_lens.fill_(length)
+    batch.seq_lens_cpu, batch.seq_lens_sum = torch.full_like(batch.seq_lens_cpu, length), length
+    try:
+        yield
+    finally:
+        lengths, batch.seq_lens_cpu, batch.seq_lens_sum = before
+        batch.seq_lens.copy_(lengths)
 
 
 def _said(error: Exception) -> str:

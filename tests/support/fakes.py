@@ -26,31 +26,22 @@ class Algorithm:
 
 def arguments(draft: Path, **overrides: Any) -> SimpleNamespace:
     """ServerArgs of a launch with DFLASH that leaves everything else unset."""
-    values = dict(
+    unset = """speculative_dflash_block_size speculative_num_draft_tokens speculative_draft_attention_backend
+    speculative_draft_kv_cache_dtype speculative_draft_model_quantization speculative_draft_load_format
+    speculative_draft_window_size speculative_draft_sink_size speculative_token_map download_dir attention_backend
+    prefill_attention_backend extra_metric_labels"""
+    values: dict[str, Any] = dict.fromkeys(unset.split()) | dict(
         device="cpu",
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=str(draft),
         speculative_draft_model_revision="main",
-        speculative_dflash_block_size=None,
-        speculative_num_draft_tokens=None,
-        speculative_draft_attention_backend=None,
-        speculative_draft_kv_cache_dtype=None,
-        speculative_draft_model_quantization=None,
         _speculative_draft_quantization_explicitly_set=False,
         enable_return_aux_hidden_states=False,
-        download_dir=None,
         model_path="target",
         load_format="auto",
-        speculative_draft_load_format=None,
         kv_cache_dtype="auto",
-        attention_backend=None,
-        prefill_attention_backend=None,
         tp_size=1,
         attn_dp_size=1,
-        speculative_draft_window_size=None,
-        speculative_token_map=None,
-        speculative_draft_sink_size=None,
-        extra_metric_labels=None,
         disaggregation_mode="null",
         disaggregation_transfer_backend="mooncake",
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-AWQ_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, in AWQ and in Marlin
 
 
 def dequantised(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def matrix(own: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
             zeros = nibbles(own["weight_zero_point"].t()).t()
         return (levels - zeros[:, group.long()]) * own["weight_scale"].float()[:, group.long()]
     if method == "awq":
-        levels, zeros = _awq(own["qweight"]), _awq(own["qzeros"])
+        levels, zeros = awq(own["qweight"]), awq(own["qzeros"])
         group = torch.arange(levels.shape[0]) // (levels.shape[0] // zeros.shape[0])
         return ((levels - zeros[group]) * own["scales"].float()[group]).t()
     levels = nibbles(own["qweight"].t()).t()  # gptq: eight inputs to a word
@@ -68,10 +68,9 @@ def _nvfp4(packed: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
     return torch.from_numpy(values).float() * scale.float()[:, group] * float(scale_2)
 
 
-def _awq(words: Tensor) -> Tensor:
+def awq(words: Tensor) -> Tensor:
     """int32 [rows, n] -> [rows, 8 * n] columns in their natural order."""
     plain = nibbles(words).view(words.shape[0], -1, 8)
     natural = torch.empty_like(plain)
-    for nibble, column in enumerate(AWQ_COLUMN_OF_NIBBLE):
-        natural[..., column] = plain[..., nibble]
+    natural[..., list(NIBBLE_ORDER)] = plain
     return natural.flatten(1)

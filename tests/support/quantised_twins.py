@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.quantised_layouts import nibbles
+from tests.support.quantised_layouts import NIBBLE_ORDER, awq, nibbles
 
 FP8_MAX = 448.0
-NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -127,10 +126,7 @@ def gptq_marlin_repack(b_q_weight: Tensor | None = None, *args: Any, **kw: Any) 
 
 def awq_marlin_repack(words: Tensor, size_k: int, size_n: int, num_bits: int) -> Tensor:
     assert num_bits == 4
-    plain = nibbles(words).view(size_k, -1, 8)
-    natural = torch.empty_like(plain)
-    natural[..., list(NIBBLE_ORDER)] = plain
-    return to_marlin(natural.reshape(size_k, size_n))
+    return to_marlin(awq(words.view(size_k, -1)))
 
 
 def _places(size_k: int, size_n: int) -> tuple[Tensor, Tensor]:
@@ -193,10 +189,7 @@ def marlin_linear(
     scales = marlin_scales(weight_scale.float(), groups > 1)
     zeros = torch.full((groups, size_n), 8)
     if weight_zp.numel():
-        plain = nibbles(weight_zp).view(groups, -1, 8)
-        blocks = torch.empty_like(plain)
-        blocks[..., list(NIBBLE_ORDER)] = plain
-        zeros = marlin_scales(blocks.flatten(1), True)
+        zeros = marlin_scales(awq(weight_zp), True)
     group = g_idx.long() if g_idx.numel() else torch.arange(size_k) // (size_k // groups)
     if g_idx.numel():
         input = input[:, g_idx_sort_indices.long()]

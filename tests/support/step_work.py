@@ -37,18 +37,7 @@ CPU_PLATFORM = (f"{PACKAGE}/platforms/", f"{PACKAGE}/attention/")
 WAITING_METHODS = {"Tensor.tolist", "Tensor.item", "Tensor.cpu"}
 WAITING_OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero"}
 SIZED_BY_VALUES = {"repeat_interleave"}  # where neither an int nor the size of the result is given
-VIEWS = {
-    "view",
-    "_unsafe_view",
-    "flatten",
-    "slice",
-    "select",
-    "expand",
-    "squeeze",
-    "unsqueeze",
-    "numpy_T",
-    "detach",
-}
+VIEWS = set("view _unsafe_view flatten slice select expand squeeze unsqueeze numpy_T detach".split())
 MASKED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 
