@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -131,9 +131,17 @@ def load_draft(
         )
     runner, model = bundle.draft_model_runner, bundle.draft_model
     block_size = int(get_spec().speculative_num_draft_tokens)
-    built = bundle.draft_worker, runner, model, block_size, bundle.resolved_attention_backend, layout
+    loaded = partial(
+        LoadedDraft,
+        worker=bundle.draft_worker,
+        runner=runner,
+        model=model,
+        block_size=block_size,
+        attention_backend=bundle.resolved_attention_backend,
+        parallel_layout=layout,
+    )
     if isinstance(model.spec, MtpSpec):
-        return _load_mtp(built, target, config)
+        return _load_mtp(loaded, runner, model, model.spec.draft_rows(block_size), target, config)
     of_target = TargetFacts.from_config(target.model_config.hf_text_config)
     ensure_capture(target.model, model.spec.target_layer_ids, target.spec_aux_config.dflash_target_layer_ids)
     served, page_size = get_spec(), get_schedule().page_size
@@ -149,8 +157,7 @@ def load_draft(
     context_kv = ContextKV(model, config.context_kv, partial(draft_tp_context, layout))
     head_copy = borrowed.head_copy
     weight_updates.install(target, runner, context_kv.refresh, None if head_copy is None else head_copy.refresh)
-    return LoadedDraft(
-        *built,
+    return loaded(
         feature_layer_ids=model.spec.target_layer_ids,
         borrowed=borrowed,
         context_kv=context_kv,
@@ -162,12 +169,16 @@ def load_draft(
 
 
 def _load_mtp(
-    built: tuple[Any, Any, Any, int, str, Any], target: ModelRunner, config: PluginConfig
+    loaded: Callable[..., LoadedDraft],
+    runner: ModelRunner,
+    model: Any,
+    rows: int,
+    target: ModelRunner,
+    config: PluginConfig,
 ) -> LoadedDraft:
-    """The rest of `load_draft` for multi-token-prediction layers. built: the first fields of LoadedDraft."""
-    _, runner, model, block_size, *_ = built
+    """The rest of `load_draft` for multi-token-prediction layers. rows: of a block in the draft's forward."""
     deliver_hidden_states(target.model)
-    spec, rows = model.spec, model.spec.draft_rows(block_size)
+    spec = model.spec
     recent = RecentRows(most_rows(), rows, spec.num_layers, spec.hidden_size, runner.dtype, runner.device)
     borrowed = model.bind_target(target.model, recent)
     weight_updates.install(target, runner, None, None)
@@ -176,8 +187,7 @@ def _load_mtp(
         of_groups = runner.model_config.full_attention_layer_ids, runner.model_config.swa_attention_layer_ids
         draft_pool.price_groups(*map(len, of_groups))
         slots += ", sliding ones its sliding slots"
-    return LoadedDraft(
-        *built,
+    return loaded(
         feature_layer_ids=(),
         borrowed=borrowed,
         context_kv=recent,
