@@ -60,9 +60,7 @@ class DraftSpec:
     gemma_norms: bool  # norms scale by 1 + weight, else by the weight
     swiglu_clamp: SwigluClamp | None  # how the MLP's activation differs from SwiGLU
     block_size: int  # trained: the last token, and a proposal of each row that has one
-    has_row_less: (
-        bool  # reads all rows of a block but the last, because every row proposes the token after its own
-    )
+    has_row_less: bool  # the draft reads all rows of a block but the last: each proposes the token after its own
     mask_token_id: int  # in the embedding table
     target_layer_ids: tuple[int, ...]  # 0-based; their outputs are the features, in the order `fc` was trained on
     num_target_layers: int | None
