@@ -231,7 +231,8 @@ def essence(body: bytes, status: int, answer: bytes) -> tuple[int, Any]:
     text = re.sub(r"\[\d\d:\d\d:\d\d\] ", "", answer.decode(errors="replace"))  # xgrammar tells the time
     if text.startswith("data:"):
         events = [json.loads(line[len("data:") :]) for line in text.splitlines() if line.startswith("data: {")]
-        return status, [event.get("error", event.get("meta_info", {}).get("finish_reason")) for event in events]
+        ends = [event.get("error", event.get("meta_info", {}).get("finish_reason")) for event in events]
+        return status, [end for end in ends if end is not None]  # a retracted request tells what it has so far
     if status != 200:
         return status, text
     answers = json.loads(text)

@@ -271,7 +271,7 @@ def test_outputs_equal_plain_decoding_in_a_batch(ours, plain):
     if "copies" in SET_UPS[ours.name].hooks:
         (state,) = ours.server.get("/server_info")["internal_states"]
         counts = state["dflash_copy"]
-        assert counts["request_steps"] > 200 and counts["proposed"] > counts["accepted"] > 100, counts
+        assert counts["request_steps"] > 80 and counts["proposed"] > counts["accepted"] > 100, counts
 
 
 def test_outputs_equal_plain_decoding_at_every_accept_length(ours, plain):
