@@ -400,7 +400,6 @@ def ends(plain: Plain) -> list[tuple[dict[str, Any], list[int]]]:
     return found + [(request(of[700], max_new_tokens=TO_END), outputs[700])] * 2
 
 
-@pytest.mark.full
 @on(IN_GRAPHS, RETRACTED, CHAINS)
 def test_outputs_equal_plain_decoding_wherever_a_long_chain_ends(ours, plain):
     before = ours.chains()

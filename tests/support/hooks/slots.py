@@ -64,8 +64,8 @@ def blindfold() -> None:
         return seen
 
     around("step", before_step)
+    around("rings", then_poison_rings)  # before the window, whose cut rings have
     around("window", then_poison)
-    around("rings", then_poison_rings)
 
 
 def sentinels() -> None:
