@@ -174,3 +174,17 @@ def test_no_step_is_longer_than_the_widest_that_a_request_of_its_batch_allows(wi
     assert long_next(chosen, 1, 2, longest=longest) is chain
     assert chosen.requests.most(np.array([1, 2])).tolist() == widest
     assert chosen.requests.cap(np.array([1, 2])) == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("most", "least", "nodes"),
+    [([16, 16], [1, 1], 16), ([5, 16], [1, 1], 16), ([5, 8], [1, 1], None), ([16, 16], [1, 4], None)],
+)
+def test_where_the_width_is_fixed_requests_that_ask_for_a_width_get_no_trees(most, least, nodes):
+    fixed = WidthPolicy(WidthConfig(fixed="tree 16"), BLOCK, [1, 2, 4], 9, trees={16: 2})
+    slots = np.array([1, 2])
+    fixed.admit(slots, most, least)
+    assert fixed.choose(slots, 200).decision.tree_nodes == nodes
+    fixed.admit(slots)
+    assert fixed.choose(slots, 200).decision.tree_nodes == 16
+    assert fixed.choose(slots, 200, trees=False).decision.tree_nodes is None
