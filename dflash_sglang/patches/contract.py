@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dflash_sglang import SGLANG_VERSION, __version__
 from dflash_sglang.patches.source import fingerprint
-from dflash_sglang.patches.table import BY_NAME, PATCHES
+from dflash_sglang.patches.table import BY_NAME, PATCHES, Patch
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfigError
 from dflash_sglang.sglang_names.probe import SGLangMismatchError, installed_version
 
@@ -19,9 +19,7 @@ Remark = tuple[int, str]  # a level of `logging`, and a line
 
 def states(root: Path | None = None) -> dict[str, str]:
     """MATCHES, GONE or DIFFERS for each row. root: the folder of another `sglang` package."""
-    found = {patch: fingerprint(patch.source, root) for patch in PATCHES}
-    differ = {patch.name: DIFFERS if known else GONE for patch, known in found.items()}
-    return differ | {patch.name: MATCHES for patch, known in found.items() if known == patch.fingerprint}
+    return {patch.name: _state(patch, root) for patch in PATCHES}
 
 
 @functools.cache
@@ -61,3 +59,10 @@ def check(accepted: tuple[str, ...] = ()) -> Sequence[Remark]:
         fits = f"{len(PATCHES) - len(trusted)} of {len(PATCHES)} patches made for sglang {SGLANG_VERSION}"
         remarks.append((logging.INFO, f"dflash_sglang serves sglang {version}: its source fits {fits}."))
     return remarks
+
+
+def _state(patch: Patch, root: Path | None) -> str:
+    found = fingerprint(patch.source, root)
+    if found is None:
+        return GONE
+    return MATCHES if found == patch.fingerprint else DIFFERS

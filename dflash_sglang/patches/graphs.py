@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace as with_fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -20,9 +20,6 @@ from dflash_sglang.sglang_names.scheduler import (
     get_cuda_graph_batch_size_alignment,
     get_exec,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 def captured_at(sizes: Sequence[int]) -> AbstractContextManager[None]:
