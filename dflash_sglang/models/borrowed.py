@@ -25,9 +25,7 @@ class BlockEmbedding:
 
     table: nn.Module
     scale: float = 1.0  # factor on all rows
-    mask_row: Tensor | None = (
-        None  # [hidden], stands for that of `mask_token_id` in the table, which stays as it is
-    )
+    mask_row: Tensor | None = None  # [hidden], in place of the row of `mask_token_id`; the table keeps its own
     mask_token_id: int | None = None
     as_stored: bool = False  # the rows of a table whose module scales them are taken unscaled
 

@@ -65,9 +65,13 @@ class DFlash2DraftModel(DFlashDraftModel):
     def __init__(self, config: Any, quant_config: Quantisation = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         assert self.spec.dflash2 is not None  # of every architecture in EntryClass
-        hidden, vocab, name = self.spec.hidden_size, self.spec.vocab_size, "candidate_selector"
-        quant_config, name = of_checkpoint(quant_config, self.spec), f"{prefix}.{name}" if prefix else name
-        self.candidate_selector = CandidateSelector(self.spec.dflash2, hidden, vocab, quant_config, name)
+        self.candidate_selector = CandidateSelector(
+            self.spec.dflash2,
+            self.spec.hidden_size,
+            self.spec.vocab_size,
+            of_checkpoint(quant_config, self.spec),
+            f"{prefix}.candidate_selector" if prefix else "candidate_selector",
+        )
 
     @property
     def edges(self) -> CandidateSelector:
