@@ -118,8 +118,13 @@ class BlockBuilder:
             kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
             prefixes = kv_len_bounds.numpy() - width
             prefixes_sum = batch.spec_info.nxt_kv_lens_sum - bs * width
-        of_requests = batch.req_pool_indices, tensors.prefix_lens, torch.from_numpy(prefixes)
-        loc_plan = slot_plan(self._runner, *of_requests, self._rows.slots, width)
+        loc_plan = self._runner.kv_index_translator.plan(  # not `slot_plan`: every step runs this
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=tensors.prefix_lens,
+            seq_lens_cpu=torch.from_numpy(prefixes),
+            write_virtual=self._rows.slots,
+            read_extent=width,
+        )
         block = Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
         if self._draft_slots is not None:
             block.draft_slots = self._draft_slots(block.requests, block.prefix_lens, block.slots)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 
+from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.pack_rows import Rows, pack_rows
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.sglang_names.scheduler import ModelRunner, RaggedVerifyLayout, ScheduleBatch
-from dflash_sglang.verify.rows import VerifyRows, plan_rows
+from dflash_sglang.verify.rows import VerifyRows
 
 
 class RaggedVerify:
@@ -56,6 +57,7 @@ class RaggedVerify:
             total_verify_tokens=budget,
             cap=None if captured is None else self._block_size,
         )
-        loc_plan = plan_rows(self._runner, batch, block, rows.slots, block.size)
+        requests, prefixes = batch.req_pool_indices, block.loc_plan.seq_lens_cpu
+        loc_plan = slot_plan(self._runner, requests, block.prefix_lens, prefixes, rows.slots, block.size)
         most = self._block_size
         return VerifyRows(rows, loc_plan, most, most, layout, Ragged(starts, lens[:bs], most))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths, Ragged
@@ -73,8 +74,9 @@ class VerifyRows(NamedTuple):
     @classmethod
     def of_chains(cls, target: ModelRunner, batch: ScheduleBatch, block: Block, rows: Rows) -> VerifyRows:
         """Chains of more rows than this block has; rows [rows]."""
-        size = len(rows.ids) // block.batch_size
-        return cls(rows, plan_rows(target, batch, block, rows.slots, size), size, size)
+        size, prefixes = len(rows.ids) // block.batch_size, block.loc_plan.seq_lens_cpu
+        plan = slot_plan(target, batch.req_pool_indices, block.prefix_lens, prefixes, rows.slots, size)
+        return cls(rows, plan, size, size)
 
     def by_request(self, rows: Tensor) -> Tensor:
         """rows [rows] -> [bs, size], or as they are for ragged chains."""
@@ -88,14 +90,3 @@ class VerifyRows(NamedTuple):
             return Places(rows, lane.expand(requests, -1))
         offsets = lane.minimum(self.ragged.lens.long()[:, None] - 1)
         return Places(self.ragged.starts[:requests].long()[:, None] + offsets, offsets)
-
-
-def plan_rows(target: ModelRunner, batch: ScheduleBatch, block: Block, slots: Tensor, extent: int) -> KVLocPlan:
-    """The plan of rows [rows] with these slots, `extent` of a request at most, after the prefixes of a block."""
-    return target.kv_index_translator.plan(
-        req_pool_indices=batch.req_pool_indices,
-        seq_lens=block.prefix_lens,
-        seq_lens_cpu=block.loc_plan.seq_lens_cpu,
-        write_virtual=slots,
-        read_extent=extent,
-    )

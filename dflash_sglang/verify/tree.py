@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths
 from dflash_sglang.kernels.block.grow_tree import Tree, grow_tree
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.place_nodes import Places, place_nodes
-from dflash_sglang.verify.rows import VerifyRows, plan_rows
+from dflash_sglang.verify.rows import VerifyRows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -98,7 +99,8 @@ class TreeVerify:
             self._rings.assign(block.requests, block.prefix_lens, slots)
         if self._history is not None:
             self._history[rows.slots] = rows.ids.int()
-        loc_plan = plan_rows(self._runner, batch, block, rows.slots, nodes)
+        requests, prefixes = batch.req_pool_indices, block.loc_plan.seq_lens_cpu
+        loc_plan = slot_plan(self._runner, requests, block.prefix_lens, prefixes, rows.slots, nodes)
         return VerifyRows(rows, loc_plan, nodes, self._block_size, paths=trees.paths(rows.slots))
 
     def move_paths(self, paths: Paths) -> None:
