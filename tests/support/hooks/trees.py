@@ -11,22 +11,21 @@ from tests.support.seam import around
 
 def trees() -> None:
     """With widths: trees are as likely as all chains."""
-    _allow(lambda trees, kinds: kinds + 4 * trees)
+    _allow(lambda of, kinds: kinds + 4 * [kind for kind in kinds if of[kind].nodes])
 
 
 def always_trees() -> None:
-    """Steps verify trees wherever they can."""
-    _allow(lambda trees, kinds: trees or kinds)
+    """Steps verify trees wherever they can, and elsewhere chains of whole blocks, which say why."""
+    _allow(
+        lambda of, kinds: (
+            [kind for kind in kinds if of[kind].nodes] or [kind for kind in kinds if not of[kind].ragged]
+        )
+    )
 
 
 def _allow(among: Any) -> None:
-    """among: (the kinds of steps that are trees, all kinds) -> those that the policy chooses from."""
-
-    def drawn_from(allowed: Any, self: Any, *load: Any) -> list[int]:
-        kinds = allowed(self, *load)
-        return among([kind for kind in kinds if self.kinds[kind].nodes], kinds)
-
-    around("kinds", drawn_from)
+    """among: (all kinds of steps, numbers of those that may be) -> numbers that the policy chooses from."""
+    around("kinds", lambda allowed, self, *load: among(self.kinds, allowed(self, *load)))
     take_a_second()
 
 
