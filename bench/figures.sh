@@ -100,8 +100,8 @@ for name in "$@"; do
     rows_mixed) rows mixed "" --kinds ours --acceptance recorded_mixed --concurrency 64 --fixed 16 12 8 6 4 ;;
     rows_trees) rows trees "" --kinds ours built_in --concurrency 8 1 --fixed 16 --trees 16 32 64 --seconds 5 ;;
     rows_trained)
-      part rows_trained paired --before "${BEFORE:?the other checkout}" --target dflash_sglang/pair/target \
-        --draft dflash_sglang/pair/draft "--flags=--cuda-graph-bs-prefill 128 256 512 1024" --held-out --starts 0 \
+      part rows_trained paired --before "${BEFORE:?the other checkout}" --target training/pair/target \
+        --draft training/pair/draft "--flags=--cuda-graph-bs-prefill 128 256 512 1024" --held-out --starts 0 \
         --mem-fraction 0.5 --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 --no-trees \
         --logs "$logs/rows_trained" ;;
     rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;

@@ -3,7 +3,7 @@
 python -m bench.pair --out FILE
 
 Serves the pair in bfloat16 with this package's worker and without speculation, sends the held-out prompts one
-by one, greedy, as many new tokens as the record has, and compares with `dflash_sglang/pair/record.json`.
+by one, greedy, as many new tokens as the record has, and compares with `training/pair/record.json`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from dflash_sglang import pair
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo import launch
 from dflash_sglang.demo.launch import OURS, PLAIN, model_flags, new_server, wait_for
 from dflash_sglang.demo.server import Server
+from training import pair
 
 TOLERANCE = 0.02
 LEAST_SPEEDUP = 1.5  # over plain decoding, one request at a time

@@ -29,7 +29,6 @@ from bench.cluster import Cluster, stop_on_sigterm, stop_together
 from bench.layouts import LAYOUTS, PORTS_PER_SERVER, Layout
 from bench.servers import environment_of
 from bench.uneven import PHASES, astray, compared, phases
-from dflash_sglang import pair
 from dflash_sglang.bench.random_pair import write_pair
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, PLAIN, model_flags
@@ -38,6 +37,7 @@ from tests.soak.checks import as_plain, compare, problems
 from tests.soak.driver import Outcome, ask, call, drive, held_tokens
 from tests.soak.requests import Corpus, Request, corpus_of
 from tests.soak.run import Soak, claims
+from training import pair
 
 TIMEOUT = 120.0  # seconds, of any one request; the server's watchdog speaks before
 SEED_OF_COMPARED, COMPARED_AT_A_TIME = 77, 16

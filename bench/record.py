@@ -33,9 +33,9 @@ from bench.widths import PAIR_RECORD
 from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
-from dflash_sglang.pair import held_out_prompts
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
+from training.pair import held_out_prompts
 from training.reference import ReferenceDraft
 from training.shapes import likeliest
 from training.target import residuals

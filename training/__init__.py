@@ -1,1 +1,1 @@
-"""Plain-PyTorch training and reference decoding of the DFLASH pair shipped in ``dflash_sglang.pair``."""
+"""Plain PyTorch: training of drafts, reference decoding, and a small pair for tests."""

@@ -45,7 +45,7 @@ def read_inputs(draft: Path) -> dict[str, Inputs]:
     the directory `draft`: context rows and block rows alike."""
     from transformers import AutoModelForCausalLM
 
-    from dflash_sglang.pair import pair_directories
+    from training.pair import pair_directories
     from training.reference import ReferenceDraft, generate
 
     target = AutoModelForCausalLM.from_pretrained(pair_directories()["target"], dtype=torch.float32).eval()

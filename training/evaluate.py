@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dflash_sglang.pair import held_out_prompts, pair_directories
+from training.pair import held_out_prompts, pair_directories
 from training.reference import ReferenceDraft, generate, plain_generate
 
 NEW_TOKENS = 128

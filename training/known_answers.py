@@ -1,4 +1,4 @@
-"""Writes held-out prompts with known continuations beside the pair: `dflash_sglang/pair/known_answers.jsonl`.
+"""Writes held-out prompts with known continuations beside the pair: `training/pair/known_answers.jsonl`.
 
 ``python -m training.known_answers`` decodes every second held-out prompt with the target alone, greedily, in
 float32. It leaves out prompts with a near-tie along the continuation, so that a server in bfloat16 gives the
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts
 from training.evaluate import load_pair
+from training.pair import KNOWN_ANSWERS, held_out_prompts
 from training.reference import plain_generate
 
 NEW_TOKENS = 64  # or fewer, where EOS comes

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 ContextKV = list[tuple[Tensor, Tensor]]
 """Per draft layer: keys (after k_norm and RoPE) and values (scaled), [..., T, kv_heads, head_dim] each."""
@@ -110,10 +111,10 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float, rotary_dim: int, is_neox: bool) -> Tensor:
-    """RoPE on the first ``rotary_dim`` channels. x: [..., T, heads, head_dim], positions: [T]."""
+    """RoPE on the first ``rotary_dim`` channels. x: [..., T, heads, head_dim], positions: [T] or [..., T]."""
     exponent = torch.arange(0, rotary_dim, 2, device=x.device, dtype=torch.float32) / rotary_dim
-    angle = positions.to(torch.float32)[:, None] * theta**-exponent  # [T, rotary_dim / 2]
-    cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    angle = positions.to(torch.float32)[..., None, None] * theta**-exponent  # [..., T, 1, rotary_dim / 2]
+    cos, sin = angle.cos(), angle.sin()
     turned, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
     if is_neox:
         a, b = turned.chunk(2, dim=-1)
@@ -157,16 +158,22 @@ class Attention(nn.Module):
         k = self._rotate(self.k_norm(self.k_proj(rows).unflatten(-1, split)), positions)
         return k, self.v_proj(rows).unflatten(-1, split) * self.shape.value_scale
 
-    def forward(self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
-        """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores -> [..., Q, hidden]."""
+    def forward(
+        self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor | BlockMask
+    ) -> Tensor:
+        """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores, or a mask of as many -> [..., Q, hidden]."""
         split = (self.shape.num_heads, self.shape.head_dim)
         q = self._rotate(self.q_norm(self.q_proj(rows).unflatten(-1, split)), positions)
         own_k, own_v = self.keys_values(rows, positions)
-        groups = self.shape.num_heads // self.shape.num_kv_heads
-        k = torch.cat((context[0].to(q.dtype), own_k), dim=-3).repeat_interleave(groups, dim=-2)
-        v = torch.cat((context[1].to(q.dtype), own_v), dim=-3).repeat_interleave(groups, dim=-2)
-        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype).expand(*q.shape[:-1], -1))
+        k = torch.cat((context[0].to(q.dtype), own_k), dim=-3)
+        v = torch.cat((context[1].to(q.dtype), own_v), dim=-3)
+        if isinstance(bias, BlockMask):
+            q, k, v = (x.transpose(-3, -2) for x in (q, k, v.to(q.dtype)))
+            out: Any = flex_attention(q, k, v, block_mask=bias, enable_gqa=True)
+        else:
+            groups = self.shape.num_heads // self.shape.num_kv_heads
+            q, k, v = (x.transpose(-3, -2) for x in (q, *(x.repeat_interleave(groups, dim=-2) for x in (k, v))))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype).expand(*q.shape[:-1], -1))
         return self.o_proj(out.transpose(-3, -2).flatten(-2))
 
 
@@ -189,7 +196,9 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.mlp = MLP(shape)
 
-    def forward(self, h: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor) -> Tensor:
+    def forward(
+        self, h: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor | BlockMask
+    ) -> Tensor:
         h = h + self.self_attn(self.input_layernorm(h), positions, context, bias)
         return h + self.mlp(self.post_attention_layernorm(h))
 
@@ -215,10 +224,13 @@ class DraftModel(nn.Module):
         rows = self.context_rows(features)
         return [layer.self_attn.keys_values(rows, positions) for layer in self.layers]
 
-    def forward(self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, embeds: Tensor, positions: Tensor, context: ContextKV, biases: Sequence[Tensor | BlockMask]
+    ) -> Tensor:
         """Hidden rows after the final norm, for the target's head.
 
-        embeds: [..., Q, hidden], positions: [Q], biases: per layer [Q, T + Q], 0 or -inf -> [..., Q, hidden].
+        embeds: [..., Q, hidden], positions: [Q] or [..., Q], biases: per layer [Q, T + Q], 0 or -inf, or masks
+        -> [..., Q, hidden].
         """
         h = embeds
         for layer, kv, bias in zip(self.layers, context, biases, strict=True):

@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash_sglang.bench.script import script_parser
-from dflash_sglang.pair import pair_directories
 from training.calibrate import Inputs, read_inputs
 from training.packing import AWQ_ORDER, Grouped, group_round, packed, symmetric_round
+from training.pair import pair_directories
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

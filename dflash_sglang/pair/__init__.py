@@ -1,31 +1,37 @@
-"""The trained pair that comes with the package: where its two checkpoints lie, and prompts it never saw."""
+"""The pair of this package: SmolLM2-135M-Instruct, and a draft that was trained for it.
+
+The draft comes with the package. The target comes from the package index once, and lies in a cache afterwards:
+:mod:`dflash_sglang.pair.target`.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
-_HERE = Path(__file__).resolve().parent
-RECORD = _HERE / "record.json"  # how the pair was trained, and its acceptance on the held-out prompts
-KNOWN_ANSWERS = _HERE / "known_answers.jsonl"  # held-out prompts with the target's greedy continuations
-
-
-def pair_directories() -> dict[str, str]:
-    """Absolute paths of the two checkpoints, keys ``target`` and ``draft``.
-
-    Raises FileNotFoundError, naming the file, if a checkpoint is incomplete.
-    """
-    directories = {name: _HERE / name for name in ("target", "draft")}
-    for directory in directories.values():
-        for file in ("config.json", "model.safetensors"):
-            if not (directory / file).is_file():
-                raise FileNotFoundError(
-                    f"{directory / file} is absent: expected it as package data; reinstall dflash-sglang"
-                )
-    return {name: str(directory) for name, directory in directories.items()}
+HERE = Path(__file__).resolve().parent
+DRAFT = HERE / "draft"
+RECORD = HERE / "record.json"  # how the draft was trained, and its acceptance on prompts it never saw
 
 
-def held_out_prompts() -> list[str]:
-    """Prompts of 64 to 600 bytes, shortest first, from files that neither model was trained on (ASCII)."""
-    prompts: list[str] = json.loads((_HERE / "prompts.json").read_text(encoding="utf-8"))
-    return prompts
+class Prompt(NamedTuple):
+    """What a user says; `topic` names its kind, or the data set that it is from."""
+
+    topic: str
+    text: str
+
+
+def demo_prompts() -> list[Prompt]:
+    """Six prompts: a question, code, a rewrite of code, maths, a list, a chat turn."""
+    return _prompts("demo.jsonl")
+
+
+def held_out_prompts() -> list[Prompt]:
+    """Prompts of GSM8K, HumanEval and MT-Bench that the draft was not trained on, 12 of each: the record's."""
+    return _prompts("held_out.jsonl")
+
+
+def _prompts(name: str) -> list[Prompt]:
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    return [Prompt(**json.loads(line)) for line in lines]

@@ -24,12 +24,12 @@ from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.grow_tree import grow_tree
 from dflash_sglang.kernels.block.share_rows import share_rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
-from dflash_sglang.pair import RECORD as RECORD_OF_PAIR
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import FORCED_ENV, PluginConfigError
 from dflash_sglang.verify.acceptance import Acceptor
 from dflash_sglang.verify.tree import Trees
 from tests.support.engines import serve
+from training.pair import RECORD as RECORD_OF_PAIR
+from training.pair import pair_directories
 from training.shapes import grow
 
 FACTS = json.loads(PAIR_RECORD.with_suffix(".json").read_text())

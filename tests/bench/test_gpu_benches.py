@@ -33,9 +33,9 @@ from bench.like_for_like import GROUPS, candidate, expected_length, others
 from bench.load import Answer, Load, Outcome, ask, by_figure, decode_seconds
 from bench.widths import ACCEPTANCE
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, PluginConfig
 from tests.soak.requests import corpus_of
+from training.pair import pair_directories
 
 ROOT = Path(__file__).parents[2]
 [GOOD] = ACCEPTANCE["good"]

@@ -24,9 +24,9 @@ import pytest
 from safetensors.torch import load_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.soak import driver
 from tests.support.engines import RETRACTING, greedy_params, serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = pytest.mark.slow
 

@@ -15,8 +15,8 @@ from dflash_sglang.check import run
 from dflash_sglang.cli import main
 from dflash_sglang.demo import launch
 from dflash_sglang.demo.server import Client
-from dflash_sglang.pair import KNOWN_ANSWERS, RECORD, held_out_prompts, pair_directories
 from tests.support import engines
+from training.pair import KNOWN_ANSWERS, RECORD, held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

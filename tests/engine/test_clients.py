@@ -17,8 +17,8 @@ import pytest
 
 from dflash_sglang import __version__
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import pair_directories
 from tests.support.engines import cpu_environment, serve
+from training.pair import pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_parallel import ask, continuations
 from tests.support.collectives import Collective, Step, all_ended, recorded, steps
 from tests.support.engines import greedy_params, serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_request_fields as fields
 from tests.engine.test_parallel import RANKS
@@ -29,6 +28,7 @@ from tests.support.engines import BUILT_IN_WORKER, RETRACTING, ask_at_once, gree
 from tests.support.family_drafts import dflash2_draft
 from tests.support.kits import without_the_last_layer
 from tests.zoo import ZOO, pair
+from training.pair import held_out_prompts, pair_directories
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 64

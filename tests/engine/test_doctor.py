@@ -11,9 +11,9 @@ import pytest
 from dflash_sglang.checkpoint import DraftSpec, read_config
 from dflash_sglang.checkpoint.files import tensor_facts
 from dflash_sglang.doctor import sizes
-from dflash_sglang.pair import KNOWN_ANSWERS, pair_directories
 from tests.support.engines import greedy, serve
 from tests.support.mutants import mutants
+from training.pair import KNOWN_ANSWERS, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

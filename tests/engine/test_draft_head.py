@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_weight_update import changed_copy, update_draft
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, kept, serve
+from training.pair import held_out_prompts, pair_directories
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 NEW_TOKENS = 48

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import RETRACTING, greedy_params, kept, serve
 from tests.support.kits import DRAFT, TARGET
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -15,7 +15,6 @@ import torch
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.startup.facts import ServingFacts
 from dflash_sglang.startup.serving_checks import window_problems
@@ -25,6 +24,7 @@ from tests.support import sglang_layers as layers
 from tests.support.engines import greedy_params, kept, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
 from tests.support.tiny import draft_config, draft_tensors
+from training.pair import held_out_prompts
 from training.reference import ReferenceDraft
 
 BLOCK = 8

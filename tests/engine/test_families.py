@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine import test_parallel
 from tests.support import family_drafts as drafts
@@ -34,6 +33,7 @@ from tests.support.reference_gemma4 import gemma4_config, gemma4_tensors
 from tests.support.tiny import write_checkpoint
 from tests.unit.verify.test_sampling import chi_square_bound
 from tests.zoo import pair
+from training.pair import held_out_prompts
 from training.reference import generate, plain_generate
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
 from dflash_sglang.startup.copying import CHAINS
@@ -24,6 +23,7 @@ from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo.member import pair
+from training.pair import pair_directories
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 SAMPLED = dict(temperature=1.0, ignore_eos=True)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import FORMATS, matrix, speculators_config, vocabulary_tensors
@@ -22,6 +21,7 @@ from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.support.reference_formats import FormatReference
 from tests.support.tiny import write_checkpoint
 from training.evaluate import load_pair
+from training.pair import held_out_prompts, pair_directories
 from training.reference import ReferenceDraft, generate
 
 VOCABULARY, BLOCK = 320, 8

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.engine.test_recurrent_serving import GRID, random_ids
 from tests.support import scheduler_hooks
 from tests.support.engines import greedy_params, serve
 from tests.zoo.member import pair
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -51,8 +51,8 @@ from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.server_fixtures import spec_eagle_fixture, streaming_session_fixture
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from dflash_sglang.pair import held_out_prompts
 from tests.support.kits import MOST_NEW_TOKENS, ON_GPU, OnServer, Servers, fitted
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.gpu if ON_GPU else pytest.mark.release]
 

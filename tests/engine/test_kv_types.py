@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.pair import held_out_prompts
 from tests.support.engines import greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from training.pair import held_out_prompts
 
 TEXT = list("\n".join(held_out_prompts()).encode())
 PROMPTS = [TEXT[1000 * i : 1000 * i + n] for i, n in enumerate((33, 300, 700))]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.engines import greedy_params, serve
+from training.pair import held_out_prompts, pair_directories
 
 
 @pytest.mark.full

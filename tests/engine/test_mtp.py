@@ -27,7 +27,6 @@ from sglang.srt.utils import MultiprocessingSerializer
 from torch import Tensor
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.engine import test_request_fields as fields
 from tests.engine import test_sampled_serving as sampled
@@ -40,6 +39,7 @@ from tests.support.engines import RETRACTING, greedy, greedy_params, serve
 from tests.zoo import step3p5
 from tests.zoo.member import directory_of
 from tests.zoo.step3p5 import FULL, LAYERS, MTP_LAYERS, SLIDING, TYPES, WINDOW, Reference
+from training.pair import pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

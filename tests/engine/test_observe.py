@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from dflash_sglang.demo.server import Server
 from dflash_sglang.observe.alarm import STAYS, WINDOW
 from dflash_sglang.observe.series import COUNTERS, GAUGES
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.another_target import another_target
 from tests.support.engines import accepted_proposals, greedy_params, serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

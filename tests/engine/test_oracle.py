@@ -21,11 +21,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_width_serving import DRAFT, TARGET, WIDTHS, told
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import RETRACTING, accepted_proposals, ask_at_once, serve
+from training.pair import held_out_prompts
 
 pytestmark = pytest.mark.slow
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server, ServerFailed
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, REQUIRE_ENV
 from tests.support import scheduler_hooks, tiny
 from tests.support.engines import accepted_proposals, greedy_params, serve, serve_on_nodes
 from tests.support.faults import NO_DUMPS, end_of, lose
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang.pair import pair_directories
 from tests.support import engines
 from tests.support.tiny import make_pair
+from training.pair import pair_directories
 
 pytestmark = pytest.mark.slow
 

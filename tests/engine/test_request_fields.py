@@ -21,11 +21,11 @@ from sglang.srt.sampling.custom_logit_processor import (
 )
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.soak import driver
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import ask_at_once, serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = pytest.mark.slow
 

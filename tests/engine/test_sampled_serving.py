@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import greedy, kept, serve
 from tests.support.tiny import make_pair
 from tests.unit.verify.test_sampling import chi_square_bound
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = pytest.mark.slow
 

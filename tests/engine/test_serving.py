@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from dflash_sglang import pair
 from dflash_sglang.demo.server import Server
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support.engines import BUILT_IN_WORKER, greedy_params, run_engine, serve
 from tests.support.tiny import make_pair
+from training import pair
 
 pytestmark = pytest.mark.slow
 

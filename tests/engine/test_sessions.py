@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.engine.test_recurrent_serving import random_ids
 from tests.support import scheduler_hooks
 from tests.support.engines import RETRACTING, greedy_params, serve
 from tests.zoo.member import pair
+from training.pair import pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dflash_sglang import pair
 from dflash_sglang.patches.table import PATCHES
 from tests.support.engines import greedy, serve
+from training import pair
 
 TARGET, DRAFT = (Path(pair.pair_directories()[name]) for name in ("target", "draft"))
 VERSION = "0.5.24.dev7"

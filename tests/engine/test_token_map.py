@@ -17,12 +17,12 @@ from torch import nn
 from dflash_sglang import cli
 from dflash_sglang.checkpoint import token_map
 from dflash_sglang.checkpoint.token_map import TokenMapError, read_token_map
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support import sglang_layers as layers
 from tests.support.draft_formats import speculators, zlab
 from tests.support.engines import greedy_params, serve
 from tests.support.fakes import Together
 from tests.support.start_up import launch, refusal, refused
+from training.pair import held_out_prompts, pair_directories
 
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))
 KEPT, NEW_TOKENS = 40, 48

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from bench.copies import Texts
 from dflash_sglang.demo.server import Server
 from dflash_sglang.kernels.block import find_copy
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
 from tests.engine.test_oracle import repeating
 from tests.engine.test_sampled_serving import assert_sampled_from, of_the_trained_target
@@ -30,6 +29,7 @@ from tests.support import recorded_graphs, scheduler_hooks
 from tests.support.engines import ask_at_once, greedy_params, kept, serve
 from tests.support.engines import greedy as greedy_outputs
 from training.evaluate import load_pair
+from training.pair import held_out_prompts
 from training.reference import ReferenceDraft, generate
 from training.shapes import PairRequest, Shape, Step, decode, greedy
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.engines import serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

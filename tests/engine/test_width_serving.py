@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from dflash_sglang.settings.width import DEFAULT_TREES
 from tests.support import scheduler_hooks
 from tests.support.engines import accepted_proposals, greedy_params, kept, serve
+from training.pair import held_out_prompts, pair_directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

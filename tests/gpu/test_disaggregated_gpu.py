@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from dflash_sglang.settings.plugin_config import REQUIRE_ENV
 from tests.engine.test_recurrent_serving import first_turns
 from tests.gpu.test_recurrent_gpu import LAUNCHES, assert_same_distributions, with_logprobs
@@ -24,6 +23,7 @@ from tests.support.disaggregated import Apart, decode_beside, serve_apart
 from tests.support.engines import RETRACTING, ask_at_once, greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, ON_DEVICE
 from tests.zoo import pair_for
+from training.pair import held_out_prompts, pair_directories
 
 pytest.importorskip("nixl", reason="needs the package nixl, which moves KV between the servers")
 

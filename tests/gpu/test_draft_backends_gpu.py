@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import ServerFailed
-from dflash_sglang.pair import held_out_prompts
 from tests.support import scheduler_hooks
 from tests.support.backend_visibility import BACKENDS_ENV, KINDS, RIGHT, answers
 from tests.support.engines import greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

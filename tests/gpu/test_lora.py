@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import CONFIG_ENV
 from tests.support import device_memory
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
 from tests.support.scheduler_hooks import hooked
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

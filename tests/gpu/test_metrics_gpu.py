@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from dflash_sglang.pair import held_out_prompts
 from tests.support.engines import accepted_proposals, greedy_params, serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from tests.engine.test_weight_update import update_draft
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
 from training.calibrate import Inputs, read_inputs
+from training.pair import held_out_prompts
 from training.quantise import quantise_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import held_out_prompts
 from tests.support.engines import serve
 from tests.support.kits import DEVICE_ENVIRONMENT, DRAFT, ON_DEVICE, TARGET
+from training.pair import held_out_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

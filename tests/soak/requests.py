@@ -53,7 +53,7 @@ def corpus_of(tokenizer_path: str) -> Corpus:
     """The held-out text of the package's pair, in the tokens of a server's tokenizer."""
     from transformers import AutoTokenizer
 
-    from dflash_sglang.pair import held_out_prompts
+    from training.pair import held_out_prompts
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, model_max_length=1_000_000)
     text = "\n".join(held_out_prompts())

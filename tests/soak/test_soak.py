@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dflash_sglang.pair import pair_directories
 from tests.soak import checks, run
 from tests.soak.driver import Outcome
 from tests.soak.requests import Request
 from tests.support.engines import serve
+from training.pair import pair_directories
 
 REQUESTS, CONCURRENCY, SEED = 1000, 24, 1
 TIE = 1e-4  # of two logprobs; float32 rounds them by a third of that

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support import reference_dflash2 as dflash2
 from tests.support import reference_dspark as dspark
 from tests.support.draft_formats import speculators_config, speculators_dflash2, vocabulary_tensors
@@ -26,6 +25,7 @@ from tests.support.reference_domino import OF_DOMINO
 from tests.support.reference_gemma4 import gemma4_config, gemma4_tensors
 from tests.support.reference_layers import LAGUNA, SWIGLU, is_norm, laguna_tensors
 from tests.support.tiny import write_checkpoint
+from training.pair import held_out_prompts, pair_directories
 from training.quantise import SCHEMES, quantise
 
 TARGET, PLAIN_DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))

@@ -20,8 +20,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from dflash_sglang.demo.server import Server
-from dflash_sglang.pair import pair_directories
 from tests.support.engines import RETRACTING, serve
+from training.pair import pair_directories
 
 ON_GPU = os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cuda"
 TARGET, DRAFT = (Path(pair_directories()[name]) for name in ("target", "draft"))

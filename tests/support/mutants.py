@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.pair import pair_directories
+from training.pair import pair_directories
 
 Facts = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a tensor."""

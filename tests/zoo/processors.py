@@ -22,7 +22,7 @@ def tokenizer(**named: str) -> Any:
     """`named`: special tokens that the tokenizer has as attributes."""
     from transformers import AutoTokenizer
 
-    from dflash_sglang.pair import pair_directories
+    from training.pair import pair_directories
 
     return AutoTokenizer.from_pretrained(pair_directories()["target"], extra_special_tokens=named)
 

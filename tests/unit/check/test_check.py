@@ -29,8 +29,8 @@ from dflash_sglang.check.servers import Facts, steps_of
 from dflash_sglang.check.verdict import Baseline, Judged, packaged_baseline, read_baseline
 from dflash_sglang.cli import _parser, main
 from dflash_sglang.demo.server import free_port
-from dflash_sglang.pair import held_out_prompts, pair_directories
 from tests.support.tiny import make_pair
+from training.pair import held_out_prompts, pair_directories
 
 ids = st.lists(st.integers(0, 3), max_size=12)
 

@@ -20,8 +20,8 @@ from dflash_sglang.demo.measure import Run, stream_text
 from dflash_sglang.demo.report import SHOWN_PROMPT, Comparison, ending
 from dflash_sglang.demo.run import Setup
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
-from dflash_sglang.pair import pair_directories
 from tests.support import engines
+from training.pair import pair_directories
 
 WORKER_LINE = launch.SIGNATURE["ours"]
 CPU = Setup(target="T", draft="D", gpu=False)

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_sglang import hooks
 from dflash_sglang.doctor import launch, run
-from dflash_sglang.pair import pair_directories
+from training.pair import pair_directories
 
 Examined = tuple[int, dict]  # exit code and JSON
 

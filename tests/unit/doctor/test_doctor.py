@@ -20,9 +20,9 @@ from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.cli import main
 from dflash_sglang.doctor import run, sizes, tokens
-from dflash_sglang.pair import pair_directories
 from dflash_sglang.sglang_names.probe import SGLangMismatchError
 from tests.support.tiny import draft_config
+from training.pair import pair_directories
 
 PAIR = pair_directories()
 ROOT = Path(__file__).parents[3]

@@ -11,8 +11,8 @@ from dflash_sglang.checkpoint.in_words import PairFacts
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.observe.alarm import CHANCE, FELL, NONE, SILENCE, STAYS, WINDOW, Alarm, Causes, Raised, Window
 from dflash_sglang.observe.counts import Totals
-from dflash_sglang.pair import pair_directories
 from tests.zoo import step3p5
+from training.pair import pair_directories
 
 BLOCK = 16
 GOOD = (0.8, 0.7, 0.6)

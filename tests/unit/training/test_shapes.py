@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_sglang.pair import held_out_prompts
 from training.evaluate import load_pair
+from training.pair import held_out_prompts
 from training.reference import generate, plain_generate
 from training.shapes import (
     PairRequest,

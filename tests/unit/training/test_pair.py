@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_sglang.pair import KNOWN_ANSWERS, held_out_prompts, pair_directories
 from training.checkpoints import byte_tokenizer
 from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.known_answers import LEAST_GAP, continuation
+from training.pair import KNOWN_ANSWERS, held_out_prompts, pair_directories
 from training.reference import Target, generate, plain_generate
 
 RECORD = json.loads((Path(pair_directories()["draft"]).parent / "record.json").read_text())
