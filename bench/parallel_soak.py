@@ -15,6 +15,7 @@ import contextlib
 import http.client
 import json
 import shlex
+import shutil
 import sys
 import tempfile
 import threading
@@ -54,6 +55,9 @@ def servers_of(layout: Layout, arguments: argparse.Namespace, scratch: Path) -> 
     """Ours and plain decoding's, not started yet."""
     trained = layout.pair == "trained"
     directories = pair.pair_directories() if trained else write_pair(scratch, layout.pair)
+    if not trained:  # over the same bytes, so that grammars have their texts
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(Path(pair.pair_directories()["target"], file), directories["target"])
     dtype = "bfloat16" if arguments.device == "cuda" else "float32"
     flags = [*FLAGS, "--device", arguments.device, "--dtype", dtype, *arguments.flags]
     # Plain decoding counts penalties up to the last token only without overlap.

@@ -16,11 +16,13 @@ from dflash_sglang.bench import arguments
 from dflash_sglang.bench.settings import BadSetting
 from dflash_sglang.bench.trace import TraceError
 from dflash_sglang.check import arguments as check_arguments
+from dflash_sglang.check.prompts import chat_text
 from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.files import no_such_directory
 from dflash_sglang.demo.server import ServerFailed
 from dflash_sglang.demo.signals import signals_as_exit
-from dflash_sglang.pair import held_out_prompts, pair_directories
+from dflash_sglang.pair import demo_prompts
+from dflash_sglang.pair.target import NoTarget, pair_directories
 
 _TAKE_LAUNCH_FLAGS = ("check", "doctor")
 
@@ -37,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return doctor(options, launch_flags)
     if options.command == "pair":
-        print(json.dumps(pair_directories(), indent=1))
-        return 0
+        return _with_servers("pair", _pair)
     if options.command == "bench":
         from dflash_sglang.bench.run import bench
 
@@ -59,7 +60,7 @@ def _with_servers(command: str, run: Callable[[], int]) -> int:
     try:
         with signals_as_exit():
             return run()
-    except BadSetting as error:
+    except (BadSetting, NoTarget) as error:
         print(f"dflash-sglang {command}: {error}", file=sys.stderr)
         return 2
     except (ServerFailed, TraceError) as error:
@@ -81,12 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dflash-sglang", description="DFLASH for SGLang", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dflash-sglang {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Command)
-    commands.add_parser("pair", help="print the directories of the packaged target and draft as JSON")
+    commands.add_parser("pair", help="print the directories of the packaged pair as JSON; makes its target first")
     demo = commands.add_parser("demo", help="serve the packaged pair with and without DFLASH and compare")
-    available = len(held_out_prompts())
+    available = len(demo_prompts())
     demo.add_argument("--json", action="store_true", help="print one JSON object; progress goes to stderr")
-    demo.add_argument("--prompts", type=_between(1, available), default=8, help="held-out prompts (default 8)")
-    demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="default 128")
+    demo.add_argument("--prompts", type=_between(1, available), default=available, help="the first so many")
+    demo.add_argument("--max-new-tokens", type=_between(2, 1024), default=128, help="at most (default 128)")
     doctor = commands.add_parser(
         "doctor",
         help="say what a launch would do, from checkpoints and flags alone",
@@ -133,18 +134,26 @@ def _between(low: int, high: int) -> Callable[[str], int]:
     return number
 
 
+def _pair() -> int:
+    print(json.dumps(pair_directories(), indent=1))
+    return 0
+
+
 def _demo(options: argparse.Namespace) -> int:
     import torch
+    from transformers import AutoTokenizer
 
     from dflash_sglang.demo.progress import Progress
     from dflash_sglang.demo.run import Setup, compare
 
     setup = Setup(**pair_directories(), gpu=torch.cuda.is_available())
-    prompts = spread(held_out_prompts(), options.prompts)
+    prompts = demo_prompts()[: options.prompts]
+    tokenizer: Any = AutoTokenizer.from_pretrained(setup.target)
+    texts = [chat_text(tokenizer, prompt.text) for prompt in prompts]
     progress = Progress(sys.stderr if options.json else sys.stdout)
-    comparison = compare(setup, prompts, options.max_new_tokens, progress)
+    comparison = compare(setup, prompts, texts, options.max_new_tokens, progress)
     print(json.dumps(comparison.as_json()) if options.json else f"\n{comparison.as_table()}")
-    return 0 if comparison.identical or comparison.dtype != "float32" else 1
+    return 0 if comparison.all.identical or comparison.dtype != "float32" else 1
 
 
 def _hot_vocab(options: argparse.Namespace) -> int:
@@ -223,11 +232,6 @@ def _try_to_write(path: Path) -> None:
     path.open("ab").close()
     if new:
         path.unlink()
-
-
-def spread(prompts: Sequence[str], count: int) -> list[str]:
-    """`count` of the prompts, evenly spaced from the first on."""
-    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def _check_widths(widths: Sequence[int], forced: float | None, pair: Pair) -> No
 
 def _texts(options: argparse.Namespace) -> tuple[str, ...]:
     if options.prompts is None:
-        return tuple(held_out_prompts())
+        return tuple(one.text for one in held_out_prompts())
     try:
         return prompts.texts_of(options.prompts)
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from dflash_sglang.checkpoint.families import check_family, foreign, mixed_up
 from dflash_sglang.checkpoint.fields import described, shown
 from dflash_sglang.checkpoint.files import config_directory
 from dflash_sglang.checkpoint.left_out import NO_FLAGS, Flags
-from dflash_sglang.pair import pair_directories
+from dflash_sglang.pair.target import NoTarget, pair_directories
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,12 @@ def find(
     if bool(target) != bool(draft):
         given, missing = ("--target", "--draft") if target else ("--draft", "--target")
         raise BadSetting(f"{given} {target or draft}: a target and its draft belong together; give {missing} too")
-    return facts(target, draft, flags=flags) if target and draft else facts(**pair_directories(), flags=NO_FLAGS)
+    if target and draft:
+        return facts(target, draft, flags=flags)
+    try:
+        return facts(**pair_directories(), flags=NO_FLAGS)
+    except NoTarget as error:
+        raise BadSetting(f"the packaged pair: {error}") from error
 
 
 def random_weights(shapes: str, layers: int | None, out: Path, say: Callable[[str], None]) -> dict[str, str]:

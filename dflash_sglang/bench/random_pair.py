@@ -15,8 +15,8 @@ their blocks verify 16 tokens, too.
 | hybrid-9b | Qwen3.5-9B: 24 gated delta nets, 8 layers with full attention (17.9 GB) | 6 layers (2.5 GB) |
 | hybrid-27b | Qwen3.5-27B: 48 gated delta nets, 16 layers with full attention (54 GB) | 5 layers (3.5 GB) |
 | tiny | 4 layers of width 32 (0.1 MB); for measurements of the host without a GPU | 1 layer |
-| small-moe | 6 layers, 16 experts, 4 taken (60 MB); vocabulary and tokenizer of the package's pair | 2 layers |
-| small-hybrid | 6 gated delta nets, 2 layers with full attention (60 MB); the same tokenizer | 2 layers |
+| small-moe | 6 layers, 16 experts, 4 taken (60 MB); a vocabulary of bytes | 2 layers |
+| small-hybrid | 6 gated delta nets, 2 layers with full attention (60 MB); a vocabulary of bytes | 2 layers |
 
 The draft's share of a step follows from the layers: change those of the target and it is another one.
 """
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ from safetensors.torch import save_file
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.checkpoint.draft_spec import DraftSpec
 from dflash_sglang.checkpoint.shapes import dense_shapes
-from dflash_sglang.pair import pair_directories
 
 BLOCK = 16
 COMMON: dict[str, Any] = dict(
@@ -78,7 +76,6 @@ class Shape:
     target: Mapping[str, Any]
     draft: Mapping[str, Any]
     mask_token_id: int
-    tokenizer: bool = False  # the package's pair has one that fits
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -138,7 +135,7 @@ SHAPES: Mapping[str, Shape] = {
             num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
             moe_intermediate_size=256, norm_topk_prob=True, decoder_sparse_step=1,
         ),
-        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259, tokenizer=True,
+        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259,
     ),
     "small-hybrid": Shape(
         BYTES,
@@ -147,7 +144,7 @@ SHAPES: Mapping[str, Shape] = {
             num_key_value_heads=2, head_dim=64, **{**DELTA_NETS, "linear_num_key_heads": 4},
             linear_num_value_heads=8,
         ),
-        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259, tokenizer=True,
+        draft=dict(num_hidden_layers=2, intermediate_size=1024), mask_token_id=259,
     ),
 }  # fmt: skip
 
@@ -266,11 +263,7 @@ def write_pair(
     torch.manual_seed(0)
     target = target_config(shape, layers)
     save(directory / "target", {} if config_only else target_tensors(target), target)
-    if shape.tokenizer:
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(Path(pair_directories()["target"]) / file, directory / "target" / file)
-    else:
-        write_words(directory / "target", shape.common["vocab_size"])
+    write_words(directory / "target", shape.common["vocab_size"])
     draft = draft_config(shape, target, head, window)
     # Last, and its config.json after its weights: where that is, the pair is complete.
     save(directory / "draft", draft_tensors(draft), draft)

@@ -89,14 +89,16 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         raise BadSetting("--prompts: expected a file with texts like those that the server gets")
     pair = _pair(options, Flags.of_words(draft_flags))
     baseline = read_baseline(options.baseline) if options.baseline else None
-    if options.chat:
+    packaged = not options.target and options.prompts is None
+    chat = options.chat or packaged
+    if chat:
         checkpoints.check_template(pair.target)
-    elif not options.target and options.prompts is None and baseline is None:
+    if packaged and baseline is None:
         baseline = packaged_baseline()
     check_config()
     tokenizer = _tokenizer(pair.target, "--trust-remote-code" in shared)
-    given = held_out_prompts() if options.prompts is None else prompts.read(options.prompts)
-    ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts, options.chat)
+    given = [one.text for one in held_out_prompts()] if packaged else prompts.read(options.prompts)
+    ids = prompts.tokens(given, tokenizer, pair.vocabulary, options.prompts, chat)
     longest = max(map(len, ids))
     if pair.context and longest + options.max_new_tokens > pair.context and not sets_context(shared):
         raise BadSetting(
@@ -108,7 +110,7 @@ def settings_of(options: argparse.Namespace, flags: Sequence[str], gpu: bool) ->
         url=options.url,
         gpu=gpu,
         prompts=ids,
-        chat=options.chat,
+        chat=chat,
         max_new_tokens=options.max_new_tokens,
         concurrency=options.concurrency,
         flags=shared,

@@ -57,6 +57,10 @@ def tokens(
 def _of_text(text: str, tokenizer: Any, chat: bool) -> list[int]:
     if not chat:
         return tokenizer.encode(text)
+    return tokenizer.encode(chat_text(tokenizer, text), add_special_tokens=False)  # the template has them
+
+
+def chat_text(tokenizer: Any, text: str) -> str:
+    """What a user says, in the tokenizer's chat template, up to where the answer begins."""
     turns = [{"role": "user", "content": text}]
-    templated = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    return tokenizer.encode(templated, add_special_tokens=False)  # the template has them
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)

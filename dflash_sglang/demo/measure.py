@@ -12,7 +12,7 @@ from dflash_sglang.demo.server import Server
 
 @dataclass(frozen=True)
 class Run:
-    """Greedy completions of the prompts, one after the other."""
+    """Greedy completions of one or more prompts, one after the other."""
 
     outputs: list[list[int]]  # token ids of each completion
     seconds: float  # from the first request sent to the last answer read
@@ -33,42 +33,54 @@ class Run:
         return 1 + self.correct_drafts / self.verify_steps if self.verify_steps else 1.0
 
 
+def joined(runs: Sequence[Run]) -> Run:
+    """All of them as one run."""
+    return Run(
+        outputs=[ids for run in runs for ids in run.outputs],
+        seconds=sum(run.seconds for run in runs),
+        verify_steps=sum(run.verify_steps for run in runs),
+        correct_drafts=sum(run.correct_drafts for run in runs),
+    )
+
+
 def sampling_params(max_new_tokens: int) -> dict[str, Any]:
-    """Greedy, and to the full length, so that both servers do the same work."""
+    """Greedy, and to the full length, so that all servers do the same work."""
     return {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
 
 
 def run_prompts(
     server: Server, prompts: Sequence[str], max_new_tokens: int, on_done: Callable[[int], None]
 ) -> Run:
-    """Completes the prompts one at a time, after one request that is not counted; on_done(number done)."""
+    """Completes the prompts to the full length, one at a time, after one request that is not counted;
+    on_done(number done)."""
     params = sampling_params(max_new_tokens)
     server.generate(text=prompts[0][:32], sampling_params=params)
-    answers = []
-    start = time.perf_counter()
+    runs = []
     for prompt in prompts:
-        answers.append(server.generate(text=prompt, sampling_params=params))
-        on_done(len(answers))
-    seconds = time.perf_counter() - start
-    facts = [answer["meta_info"] for answer in answers]
+        start = time.perf_counter()
+        answer = server.generate(text=prompt, sampling_params=params)
+        runs.append(_run(answer, time.perf_counter() - start))
+        on_done(len(runs))
+    return joined(runs)
+
+
+def stream_answer(server: Server, prompt: str, max_new_tokens: int, write: Callable[[str], None]) -> Run:
+    """Streams one greedy completion up to its own end, handing its text to `write` as it comes."""
+    params = {"temperature": 0, "max_new_tokens": max_new_tokens}
+    shown, event, start = 0, None, time.perf_counter()
+    for event in server.stream(text=prompt, sampling_params=params):
+        text = event["text"].removesuffix("\ufffd")  # the first bytes of a character
+        write(text[shown:])
+        shown = max(shown, len(text))
+    assert event is not None, "a stream that ended well has an event"
+    return _run(event, time.perf_counter() - start)
+
+
+def _run(answer: dict[str, Any], seconds: float) -> Run:
+    facts = answer["meta_info"]
     return Run(
-        outputs=[answer["output_ids"] for answer in answers],
+        outputs=[answer["output_ids"]],
         seconds=seconds,
-        verify_steps=sum(fact.get("spec_verify_ct", 0) for fact in facts),
-        correct_drafts=sum(fact.get("spec_num_correct_drafts", 0) for fact in facts),
+        verify_steps=facts.get("spec_verify_ct", 0),
+        correct_drafts=facts.get("spec_num_correct_drafts", 0),
     )
-
-
-def stream_text(server: Server, prompt: str, max_new_tokens: int, write: Callable[[str], None]) -> None:
-    """Streams one completion, handing its lines to `write` as they are complete.
-
-    The last line, which ends where the completion was cut off, is left out unless it is the only one.
-    """
-    shown, text = 0, ""
-    for event in server.stream(text=prompt, sampling_params=sampling_params(max_new_tokens)):
-        text = event["text"]
-        complete = text.rfind("\n") + 1
-        write(text[shown:complete])
-        shown = complete
-    if not shown:
-        write(f"{text}\n")

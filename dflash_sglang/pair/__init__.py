@@ -28,7 +28,7 @@ def demo_prompts() -> list[Prompt]:
 
 
 def held_out_prompts() -> list[Prompt]:
-    """Prompts of GSM8K, HumanEval and MT-Bench that the draft was not trained on, 12 of each: the record's."""
+    """Prompts of GSM8K, HumanEval and MT-Bench that the draft was not trained on, 8 of each: the record's."""
     return _prompts("held_out.jsonl")
 
 

