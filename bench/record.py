@@ -33,12 +33,12 @@ from bench.widths import PAIR_RECORD
 from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
-from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
+from training.features import read
+from training.objective import block_logits, masks_of
 from training.pair import held_out_prompts
 from training.reference import ReferenceDraft
 from training.shapes import likeliest
-from training.target import residuals
 
 RANKS = 8
 WIDTHS = (4, 6, 8, 12, 16)
@@ -59,13 +59,13 @@ def continued(target: Any, prompt: Sequence[int], tokens: int) -> Tensor:
 
 @torch.no_grad()
 def marginal_logits(target: Any, draft: ReferenceDraft, ids: Tensor, prompt: int, tokens: int) -> Tensor:
-    """[N, tokens, block - 1, vocab] of blocks that start at each of the first tokens after the prompt."""
-    layers = residuals(target, ids)
-    features = torch.cat([layers[i] for i in draft.shape.target_layer_ids], dim=-1)
+    """[1, tokens, block - 1, vocab] of blocks that start at each of the first tokens after the prompt."""
+    features, _ = read(target, draft.shape.target_layer_ids, ids)
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     logits = []
-    for anchors in torch.arange(prompt, prompt + tokens).split(ANCHORS):
-        biases = biases_for(draft.model, ids.shape[1], anchors, torch.float32)
-        logits.append(block_logits(draft.model, target, features, ids, anchors, biases))
+    for anchors in torch.arange(prompt, prompt + tokens)[None].split(ANCHORS, dim=1):
+        masks = masks_of(anchors, draft.shape, ids.shape[1])
+        logits.append(block_logits(draft.model, embed, head, features, ids, anchors, masks))
     return torch.cat(logits, dim=1)
 
 

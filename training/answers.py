@@ -1,11 +1,11 @@
 """Lets a target answer prompts, greedily and without speculation: the text that its draft is trained on.
 
-python -m training.answers --target DIR --prompts DIR --out FILE.npz [--held-out DIR...] [--tokens 512] [--seconds S]
+python -m training.answers --target DIR --prompts DIR --out FILE.npz [--held-out DIR...] [--tokens 512]
 
 `--prompts`: every `*.jsonl` of that directory, a line each `{"prompt": text}`, one user turn; or
 `{"begin": text, "end": text, "count": n}`, n user turns that the target itself goes on with after `begin`, sampled
-up to a line's or the turn's end, to which `end` is added. `--seconds`: no new part is begun after so many.
-Prompts are asked in random order, with the target's chat template. Needs a GPU for more than a few prompts.
+up to the turn's end, to which `end` is added. Prompts are asked in random order, with the target's chat template.
+`--seconds`: no new part is begun after so many. Needs a GPU for more than a few prompts.
 """
 
 from __future__ import annotations
@@ -15,34 +15,61 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from training.conversations import Conversations
 
 PART = 4096  # prompts whose answers are awaited together
-LONGEST = 1024  # tokens of a prompt, at most
 OWN_TOKENS = 160  # tokens of a turn that the target writes, at most
 
 
 class Answerer:
-    """One SGLang engine without speculation, and the target's template."""
+    """A target's template, and its SGLang engine without speculation, which starts when it is first asked.
 
-    def __init__(self, target: str, **flags: Any) -> None:
-        import sglang
-        from transformers import AutoTokenizer
+    Raises SystemExit for a target that is not there or has no chat template.
+    """
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    def __init__(self, target: str, tokens: int, flags: dict[str, Any]) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        self.target, self.tokens, self.flags = target, tokens, flags
+        try:
+            self.context = int(AutoConfig.from_pretrained(target).get_text_config().max_position_embeddings)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(target)
+        except (OSError, ValueError) as error:
+            why = str(error).strip().partition("\n")[0]
+            raise SystemExit(
+                f"--target {target}: expected a causal LM that transformers reads ({why}); give its directory"
+            ) from error
         if not self.tokenizer.chat_template:
-            raise SystemExit(f"--target {target}: it has no chat template, which the prompts are asked with")
-        self.engine: Any = sglang.Engine(
-            model_path=target, skip_tokenizer_init=True, log_level="error", schedule_conservativeness=0.3, **flags
-        )
+            raise SystemExit(
+                f"--target {target}: it has no chat template, expected one to ask prompts with; take the model's "
+                "chat version, or put a chat_template.jinja into its directory"
+            )
+
+    @cached_property
+    def engine(self) -> Any:
+        import sglang
+
+        flags: dict[str, Any] = {"log_level": "error", "schedule_conservativeness": 0.3, **self.flags}
+        return sglang.Engine(model_path=self.target, skip_tokenizer_init=True, **flags)
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a conversation of one user turn, up to where the answer begins."""
+        """The ids of a conversation of one user turn, up to where the answer begins.
+
+        Raises SystemExit where the answer has no room in the target's context.
+        """
         turns = [{"role": "user", "content": text}]
-        return list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        ids = list(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        if len(ids) + self.tokens > self.context:
+            raise SystemExit(
+                f"--prompts: {text[:40]!r}... has {len(ids)} tokens: expected at most "
+                f"{self.context - self.tokens}, the target's context of {self.context} less --tokens "
+                f"{self.tokens}; shorten or leave out the prompt, or lower --tokens"
+            )
+        return ids
 
     def answers(self, prompts: Sequence[list[int]], tokens: int, **sampling: Any) -> list[list[int]]:
         """prompts: ids -> the ids of each answer, of at most `tokens`, its end token included."""
@@ -69,39 +96,41 @@ class Answerer:
                 turns.append(line["begin"] + self.tokenizer.decode(ids[:-1]) + line["end"])
         return turns
 
-    def close(self) -> None:
-        self.engine.shutdown()
 
-
-def lines_of(directory: Path) -> list[dict[str, Any]]:
+def lines_of(directory: Path, option: str) -> list[dict[str, Any]]:
     """The lines of a directory's prompts. Raises SystemExit where there is none, or one has neither form."""
     lines = []
     for path in sorted(directory.glob("*.jsonl")):
         for number, text in enumerate(path.read_text().splitlines(), 1):
-            line = json.loads(text)
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
             if not isinstance(line, dict) or not ("prompt" in line or {"begin", "end", "count"} <= line.keys()):
                 raise SystemExit(
-                    f"{path}:{number}: {text[:60]!r}: expected an object with `prompt`, or with `begin`, `end`, `count`"
+                    f"{option} {path}:{number}: {text[:40]!r}: expected a JSON object with `prompt`, or with "
+                    "`begin`, `end` and `count`; correct or remove the line"
                 )
             lines.append(line)
     if not lines:
-        raise SystemExit(f"--prompts {directory}: no line in a *.jsonl file there; write some prompts")
+        raise SystemExit(f"{option} {directory}: expected lines in *.jsonl files there, found none; write some")
     return lines
 
 
-def turns_of(lines: Sequence[dict[str, Any]], answerer: Answerer) -> list[str]:
-    """The user turns of `lines`, each of the target's own written."""
-    own = [line for line in lines if "prompt" not in line]
-    return [line["prompt"] for line in lines if "prompt" in line] + answerer.own(own)
+def answer(answerer: Answerer, lines: Sequence[dict[str, Any]], seconds: float, seed: int | None) -> Conversations:
+    """The conversations of the turns of `lines`, up to those that `seconds` left no time for.
 
-
-def answer(answerer: Answerer, turns: Sequence[str], tokens: int, seconds: float) -> Conversations:
-    """The conversations of `turns`, in that order, up to those that `seconds` left no time for."""
-    prompts = [ids for ids in map(answerer.prompt, turns) if len(ids) <= LONGEST]
+    seed: of their order; None: as they are.
+    """
+    given = [line["prompt"] for line in lines if "prompt" in line]
+    prompts = [answerer.prompt(text) for text in given]
+    prompts += map(answerer.prompt, answerer.own([line for line in lines if "prompt" not in line]))
+    if seed is not None:
+        random.Random(seed).shuffle(prompts)
     begin, pairs = time.monotonic(), []
     for start in range(0, len(prompts), PART):
         part = prompts[start : start + PART]
-        pairs += list(zip(part, answerer.answers(part, tokens), strict=True))
+        pairs += list(zip(part, answerer.answers(part, answerer.tokens), strict=True))
         spent = time.monotonic() - begin
         print(f"{len(pairs)} of {len(prompts)} answers in {spent:.0f} s", flush=True)
         if spent > seconds:
@@ -116,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument(
-        "--held-out", type=Path, nargs="*", default=[], help="directories answered first, as NAME.npz"
+        "--held-out", type=Path, nargs="*", default=[], help="directories answered first, as NAME.npz beside --out"
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=512, help="of an answer, at most")
@@ -124,18 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the order of prompts")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of SGLang's engine, as JSON")
     args = parser.parse_args(arguments)
-    lines = lines_of(args.prompts)
-    answerer = Answerer(args.target, **args.engine)
-    for directory in args.held_out:
-        path = args.out.with_name(f"{directory.name}.npz")
-        answer(answerer, turns_of(lines_of(directory), answerer), args.tokens, float("inf")).save(path)
-    turns = turns_of(lines, answerer)
-    print(f"{len(turns)} prompts", flush=True)
-    random.Random(args.seed).shuffle(turns)
-    made = answer(answerer, turns, args.tokens, args.seconds)
+    lines = lines_of(args.prompts, "--prompts")
+    held = {directory: lines_of(directory, "--held-out") for directory in args.held_out}
+    answerer = Answerer(args.target, args.tokens, args.engine)
+    for directory, of in held.items():
+        answer(answerer, of, float("inf"), None).save(args.out.with_name(f"{directory.name}.npz"))
+    made = answer(answerer, lines, args.seconds, args.seed)
     made.save(args.out)
     print(f"{len(made)} conversations, {len(made.ids)} tokens, in {args.out}", flush=True)
-    answerer.close()
+    answerer.engine.shutdown()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,8 @@ def save_target(model: Qwen3ForCausalLM, directory: Path) -> None:
     save_file(_bf16(model), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def save_draft(model: DraftModel, directory: Path) -> None:
+def save_draft(model: DraftModel, config: Mapping[str, Any], directory: Path) -> None:
     """config.json and model.safetensors with the z-lab names."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(draft_config(model.shape.hidden_size), indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(_bf16(model), directory / "model.safetensors", metadata={"format": "pt"})

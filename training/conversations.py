@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Conversations:
-    """ids: [N], all tokens of all conversations in a row; lengths, prompts: [C], tokens of each, and of its prompt.
+    """ids: [N], all tokens of all conversations in a row; lengths, prompts: [C], of each and of its prompt.
 
     The tokens after a prompt are the target's own greedy answer.
     """
@@ -44,9 +45,16 @@ class Conversations:
         np.savez_compressed(path, ids=ids, lengths=self.lengths, prompts=self.prompts)
 
     @staticmethod
-    def load(path: Path) -> Conversations:
-        with np.load(path) as data:
-            return Conversations(data["ids"].astype(np.int32), data["lengths"], data["prompts"])
+    def load(path: Path, option: str) -> Conversations:
+        """Reads what `save` wrote. Raises SystemExit for another file, naming the command line's option."""
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                return Conversations(data["ids"].astype(np.int32), data["lengths"], data["prompts"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise SystemExit(
+                f"{option} {path}: expected an .npz file of ids, lengths, prompts ({error}); write it with "
+                "`python -m training.answers`"
+            ) from error
 
     def pick(self, indices: np.ndarray) -> Conversations:
         """The conversations at ``indices``, in that order."""
@@ -55,9 +63,11 @@ class Conversations:
             np.concatenate([pieces[i] for i in indices]), self.lengths[indices], self.prompts[indices]
         )
 
-    def __add__(self, other: Conversations) -> Conversations:
+    @staticmethod
+    def joined(parts: Sequence[Conversations]) -> Conversations:
+        """All conversations of `parts`, in their order."""
         return Conversations(
-            np.concatenate((self.ids, other.ids)),
-            np.concatenate((self.lengths, other.lengths)),
-            np.concatenate((self.prompts, other.prompts)),
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.prompts for part in parts]),
         )

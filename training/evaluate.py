@@ -1,8 +1,8 @@
 """Measures the pair with the reference loop and writes its record.
 
-``python -m training.evaluate --training DIR/training.json`` decodes the held-out prompts in float32 with the
-shipped (bf16) weights, checks that the output equals plain greedy decoding, and writes ``record.json`` beside
-the weights: the training facts, accept lengths, per-position acceptance, sizes.
+``python -m training.evaluate --training DIR/training.json --draft-training DIR/draft/training.json`` decodes the
+held-out prompts in float32 with the shipped (bf16) weights, checks that the output equals plain greedy decoding,
+and writes ``record.json`` beside the weights: training facts, accept lengths, acceptance by position, sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from training.accept import acceptance_by_position
 from training.pair import held_out_prompts, pair_directories
 from training.reference import ReferenceDraft, generate, plain_generate
 
@@ -33,11 +34,6 @@ def load_pair() -> tuple[Any, ReferenceDraft, Any]:
         ReferenceDraft.load(directories["draft"]),
         AutoTokenizer.from_pretrained(directories["target"]),
     )
-
-
-def acceptance_by_position(accept_lengths: Sequence[int], block_size: int) -> list[float]:
-    """Share of the verify steps that accepted the proposal at position k of the block, k = 1 .. block-1."""
-    return [round(sum(n > k for n in accept_lengths) / len(accept_lengths), 4) for k in range(1, block_size)]
 
 
 def measure(block_sizes: Sequence[int]) -> dict[str, Any]:
@@ -74,11 +70,15 @@ def measure(block_sizes: Sequence[int]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--training", type=Path, required=True, help="training.json of the run that made the pair")
+    parser.add_argument("--training", type=Path, required=True, help="facts of training.train")
+    parser.add_argument("--draft-training", type=Path, required=True, help="facts of training.fit")
     args = parser.parse_args()
     directories = {name: Path(path) for name, path in pair_directories().items()}
     record = {
-        "training": json.loads(args.training.read_text()),
+        "training": {
+            **json.loads(args.training.read_text()),
+            "draft": json.loads(args.draft_training.read_text()),
+        },
         "evaluation": measure((16, 8)),
         "bytes": {
             name: sum(file.stat().st_size for file in path.iterdir() if file.is_file())

@@ -161,7 +161,7 @@ class Attention(nn.Module):
     def forward(
         self, rows: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], bias: Tensor | BlockMask
     ) -> Tensor:
-        """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores, or a mask of as many -> [..., Q, hidden]."""
+        """rows: [..., Q, hidden], bias: [Q, T + Q] added to the scores, or a mask for it -> [..., Q, hidden]."""
         split = (self.shape.num_heads, self.shape.head_dim)
         q = self._rotate(self.q_norm(self.q_proj(rows).unflatten(-1, split)), positions)
         own_k, own_v = self.keys_values(rows, positions)

@@ -1,4 +1,4 @@
-"""Batched operations of the target for training: residual stream, loss, and generation in bulk."""
+"""Batched operations of the small pair's target: residual stream, loss, and generation in bulk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from training.data import PAD
 from training.modeling import rotate
 
 THETA = 10000.0
@@ -36,22 +37,6 @@ def language_loss(model: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
     """Mean next-token cross entropy in nats. ids: [N, T + 1]."""
     logits = logits_of(model, residuals(model, ids[:, :-1])[-1])
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-
-@torch.no_grad()
-def features_and_argmax(
-    model: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...], chunk: int
-) -> tuple[Tensor, Tensor]:
-    """ids: [N, T] -> features [N, T, n_ids * hidden] in bf16 and the argmax of every row [N, T], int16."""
-    width = len(layer_ids) * model.config.hidden_size
-    features = torch.empty(*ids.shape, width, dtype=torch.bfloat16, device=ids.device)
-    best = torch.empty(ids.shape, dtype=torch.int16, device=ids.device)
-    for start in range(0, len(ids), chunk):
-        rows = slice(start, start + chunk)
-        layers = residuals(model, ids[rows].long())
-        features[rows] = torch.cat([layers[i] for i in layer_ids], dim=-1).bfloat16()
-        best[rows] = logits_of(model, layers[-1]).argmax(-1).to(torch.int16)
-    return features, best
 
 
 class BulkGenerator:
@@ -95,12 +80,12 @@ class BulkGenerator:
 
     @torch.no_grad()
     def run(self, prompts: Tensor, pick: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """prompts: [N, P] -> [N, length]; pick(logits [N, vocab], step) -> the next ids [N]."""
+        """prompts: [N, P] -> [N, length]; pick(logits [N, PAD], step) -> the next ids [N], all below PAD."""
         ids = prompts.new_zeros(len(prompts), self.length)
         ids[:, : prompts.shape[1]] = prompts
         logits = self._forward(prompts, 0)
         for position in range(prompts.shape[1], self.length):
-            ids[:, position] = pick(logits, position - prompts.shape[1])
+            ids[:, position] = pick(logits[:, :PAD], position - prompts.shape[1])
             if position + 1 < self.length:
                 logits = self._forward(ids[:, position : position + 1], position)
         return ids

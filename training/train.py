@@ -1,8 +1,9 @@
-"""Trains the pair: the target on text, then the draft on text that the target generated.
+"""Trains the small pair's target on text, and lets it generate what `training.fit` trains the draft on.
 
-``python -m training.train --corpus corpus.npz --out DIR`` writes DIR/target, DIR/draft, DIR/prompts.json and
-DIR/training.json. Each training stage runs for a time budget with a cosine learning rate over it; the number
-of steps depends on the machine and is recorded. ``--smoke`` runs every stage for a few steps on a CPU.
+``python -m training.train --corpus corpus.npz --out DIR`` writes DIR/target, DIR/answers.npz, DIR/held.npz,
+DIR/draft.json (the draft's config), DIR/prompts.json and DIR/training.json. Training runs for a time budget with a
+cosine learning rate over it; the number of steps depends on the machine and is recorded. ``--smoke`` runs every
+stage for a few steps on a CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from training.checkpoints import HIDDEN, draft_config, round_to_bf16, save_draft, save_target, target_config
+from training.checkpoints import HIDDEN, draft_config, round_to_bf16, save_target, target_config
+from training.conversations import Conversations
 from training.data import Corpus
-from training.draft import biases_for, block_loss, walk_accept_length
-from training.modeling import DraftModel
-from training.target import BulkGenerator, features_and_argmax, greedy, greedy_with_breaks, language_loss
+from training.target import BulkGenerator, greedy, greedy_with_breaks, language_loss
 
 PROMPT_LENGTHS = (96, 288, 512, 24, 416, 160, 640, 48, 224, 352)
 FULL = {
@@ -35,8 +35,6 @@ FULL = {
     "target_rows": 64,
     "rows": 4096,
     "rounds": 10,
-    "draft_rows": 32,
-    "anchors": 48,
     "check_rows": 64,
     "check_tokens": 128,
 }
@@ -46,8 +44,6 @@ SMOKE = {
     "target_rows": 1,
     "rows": 4,
     "rounds": 1,
-    "draft_rows": 1,
-    "anchors": 4,
     "check_rows": 2,
     "check_tokens": 8,
 }
@@ -81,6 +77,12 @@ def adamw(model: nn.Module, decay: float, fused: bool) -> torch.optim.AdamW:
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=fused)
+
+
+def conversations(made: Tensor, prompt: int) -> Conversations:
+    """made: [N, T], of which `prompt` tokens are the prompt's."""
+    rows = np.full(len(made), made.shape[1], np.int32)
+    return Conversations(made.flatten().cpu().numpy().astype(np.int32), rows, np.full_like(rows, prompt))
 
 
 class Trainer:
@@ -150,8 +152,8 @@ class Trainer:
         save_target(model, args.out / "target")
         return model
 
-    def generate(self, model: Qwen3ForCausalLM) -> tuple[Tensor, Tensor]:
-        """(training sequences [N, length], int16; held-out greedy sequences [64, 272], int64)."""
+    def generate(self, model: Qwen3ForCausalLM) -> None:
+        """Writes answers to training prompts, and greedy ones to held-out prompts."""
         args = self.args
         train, held = self.tokens(self.corpus.train), self.tokens(self.corpus.held_out)
         start = time.monotonic()
@@ -163,7 +165,8 @@ class Trainer:
             parts = []
             for length in PROMPT_LENGTHS[: args.rounds]:
                 pick = greedy_with_breaks(args.rows, self.device, 0.8)
-                parts.append(generator.run(self.windows(train, args.rows, length), pick).to(torch.int16))
+                made = generator.run(self.windows(train, args.rows, length), pick)
+                parts.append(conversations(made, length))
                 say(stage="generate", prompt=length, rows=args.rows)
                 if time.monotonic() - start > args.generate_seconds:
                     break
@@ -176,59 +179,8 @@ class Trainer:
             "prompt_lengths": list(PROMPT_LENGTHS[: len(parts)]),
             "rule": "greedy for 176 tokens, sampled at temperature 0.8 for 48, repeated",
         }
-        return torch.cat(parts), check
-
-    def train_draft(self, model: Qwen3ForCausalLM, sequences: Tensor, check: Tensor) -> None:
-        args = self.args
-        draft = DraftModel(draft_config(args.hidden)).to(self.device)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        layer_ids, size = draft.shape.target_layer_ids, draft.shape.block_size
-        with self.autocast():
-            features, best = features_and_argmax(model, sequences, layer_ids, chunk=256)
-            check_features, _ = features_and_argmax(model, check, layer_ids, chunk=64)
-        say(stage="features", gigabytes=round(features.nbytes / 1e9, 1))
-        optimizer = adamw(draft, 0.05, self.cuda)
-        loss_of = self.compiled(lambda *inputs: block_loss(draft, model, *inputs))
-
-        def validate() -> dict[int, float]:
-            with self.autocast():
-                return walk_accept_length(
-                    draft, model, check_features.to(self.dtype), check, 128, args.check_tokens, (16, 8)
-                )
-
-        chance: dict[str, Any] = {"generator": self.random, "device": self.device}
-        step, loss, accept = 0, torch.zeros(()), torch.zeros(())
-        for step in budgeted(args.draft_seconds, args.max_steps, optimizer, args.draft_rate):
-            rows = torch.randint(0, len(sequences), (args.draft_rows,), **chance)
-            anchors = torch.randperm(args.length - size, **chance)[: args.anchors] + 1
-            biases = biases_for(draft, args.length, anchors, self.dtype)
-            with self.autocast():
-                loss, accept = loss_of(
-                    features[rows].to(self.dtype), sequences[rows].long(), best[rows].long(), anchors, biases
-                )
-            loss.backward()
-            nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step % 500 == 0:
-                say(stage="draft", step=step, loss=round(loss.item(), 4), accept=round(accept.item(), 3))
-            if step % 4000 == 0:
-                say(stage="draft held out", step=step, accept=validate())
-                save_draft(draft, args.out / "draft")
-        round_to_bf16(draft)
-        self.facts["draft"] = {
-            "steps": step + 1,
-            "blocks": (step + 1) * args.draft_rows * args.anchors,
-            "final_train_loss": round(loss.item(), 4),
-            "final_train_accept_length": round(accept.item(), 3),
-            "held_out_accept_length_batched": validate(),
-            "optimizer": f"AdamW, peak rate {args.draft_rate}, weight decay 0.05, "
-            f"rows {args.draft_rows} x {args.anchors} anchors",
-        }
-        say(**self.facts["draft"])
-        save_draft(draft, args.out / "draft")
+        Conversations.joined(parts).save(args.out / "answers.npz")
+        conversations(check, 128).save(args.out / "held.npz")
 
     def run(self) -> None:
         args = self.args
@@ -237,8 +189,8 @@ class Trainer:
         say(device=self.facts["device"], train_tokens=len(self.corpus.train))
         model = self.train_target()
         self.write_facts()
-        sequences, check = self.generate(model)
-        self.train_draft(model, sequences, check)
+        self.generate(model)
+        (args.out / "draft.json").write_text(json.dumps(draft_config(args.hidden), indent=1) + "\n")
         self.write_facts()
 
     def write_facts(self) -> None:
@@ -255,10 +207,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="how often so many are, each with prompts of another length")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--target-seconds", type=float, default=130)
-    parser.add_argument("--draft-seconds", type=float, default=210)
     parser.add_argument("--generate-seconds", type=float, default=70)
     parser.add_argument("--target-rate", type=float, default=2e-3)
-    parser.add_argument("--draft-rate", type=float, default=2e-3)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from training.checkpoints import byte_tokenizer
-from training.draft import biases_for, block_logits
 from training.evaluate import load_pair
 from training.known_answers import LEAST_GAP, continuation
+from training.objective import block_logits, masks_of
 from training.pair import KNOWN_ANSWERS, held_out_prompts, pair_directories
 from training.reference import Target, generate, plain_generate
 
@@ -92,11 +92,11 @@ def test_many_blocks_over_a_shared_context_equal_each_block_alone(pair: tuple[An
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     ids = torch.tensor(list(held_out_prompts()[30].encode())[:200])
     _, features = Target(target, draft.shape.target_layer_ids).forward(ids.tolist(), 0)
-    anchors = torch.tensor([170, 3, 90, 12])
+    anchors = torch.tensor([[170, 3, 90, 12]])
     with torch.no_grad():
-        biases = biases_for(draft.model, len(ids), anchors, torch.float32)
-        together = block_logits(draft.model, target, features[None], ids[None], anchors, biases)[0]
-        for anchor, logits in zip(anchors.tolist(), together, strict=True):
+        masks = masks_of(anchors, draft.shape, len(ids))
+        [together] = block_logits(draft.model, embed, head, features[None], ids[None], anchors, masks)
+        for anchor, logits in zip(anchors[0].tolist(), together, strict=True):
             context = draft.context_kv(features[:anchor], torch.arange(anchor))
             block = embed(torch.tensor([ids[anchor].item()] + [draft.shape.mask_token_id] * 15))
             alone = head(draft.block(block, torch.arange(anchor, anchor + 16), context))[1:]
