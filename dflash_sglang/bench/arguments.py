@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.bench import checkpoints, prompts
+from dflash_sglang.bench import checkpoints, prompts, sets
 from dflash_sglang.bench.checkpoints import Pair
-from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, Settings
+from dflash_sglang.bench.settings import PROFILED_TOKENS, BadSetting, PromptSet, Settings
 from dflash_sglang.bench.versions import nvidia_smi
+from dflash_sglang.checkpoint.fields import described
 from dflash_sglang.checkpoint.left_out import Flags
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, environment
 from dflash_sglang.pair import held_out_prompts
 from dflash_sglang.settings.plugin_config import PluginConfigError
 
 NAMES = {"plain": PLAIN, "built-in": BUILT_IN, "ours": OURS}
+HELD_OUT = "held-out prompts"
+CHAT = 256  # tokens that a chat template adds at most to a text of --input
 RANDOM_INPUT = 256  # tokens of a prompt of random ids
 LEAST_TOKENS = 20_000  # of a KV pool
 MIB, GIB = 1 << 20, 1 << 30
@@ -45,8 +48,13 @@ def add_parser(commands: Any) -> None:
     sweep.add_argument("--output", type=int, help="tokens of a completion (512; on a CPU 96)")
     sweep.add_argument("--requests", type=int, default=2, help="of a round, for each at a time (default 2)")
     sweep.add_argument("--rounds", type=int, default=3, help="of which the medians are taken (default 3)")
-    sweep.add_argument("--prompts", type=Path, help="a file with a text a line; Python source by default")
-    sweep.add_argument("--chat", action="store_true", help="apply the target's chat template to the texts")
+    sweep.add_argument(
+        "--prompts",
+        nargs="+",
+        help=f"each measured by itself: a file with a text a line, a .jsonl file of texts or conversations, or "
+        f"{', '.join(sets.DATA_SETS)} (default: prompts that the packaged draft was not trained on)",
+    )
+    sweep.add_argument("--chat", action="store_true", help="apply the target's chat template to texts of files")
     sweep.add_argument("--accept-length", type=float, help="force it; prompts are random ids, ours has the block")
     sweep.add_argument("--profile", type=int, nargs="*", help="take a step apart at these concurrencies")
     servers = parser.add_argument_group("servers")
@@ -78,26 +86,28 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         )
     if options.profile is not None and not gpu:
         raise BadSetting("--profile: takes the kernels of a GPU apart, and this machine has none")
+    asked = () if forced is not None else _sets(options)
     given = Flags.of_words([*options.flags, *options.dflash_flags])
     block = max(options.width) if options.width else given.block_size
     pair = checkpoints.find(
         options.target, options.draft, options.shapes, options.layers, options.out, say,
         given._replace(block_size=block),
     )  # fmt: skip
-    texts = () if forced is not None else _texts(options)
-    if options.chat:
-        checkpoints.check_template(pair.target)
+    for one in asked:
+        if one.chat:
+            checkpoints.check_template(pair.target, "--chat" if options.chat else f"--prompts {one.name}")
     concurrency = tuple(options.concurrency or ((1, 8, 32) if gpu else (1, 4)))
     profile = () if options.profile is None else tuple(options.profile or concurrency[:1])
     widths = tuple(options.width or (pair.spec.block_size,))
     inputs = tuple(options.input or ((RANDOM_INPUT,) if forced is not None else (None,)))
     output = options.output or (512 if gpu else 96)
     _check_widths(widths, forced, pair)
-    longest = max(length or max(len(text.encode()) for text in texts) for length in inputs)
-    if options.chat:
-        longest += 256
     new = max(output, PROFILED_TOKENS) if profile else output
-    if pair.context and any((n or 0) + new > pair.context for n in inputs) and not sets_context(options.flags):
+    context = None if sets_context(options.flags) else pair.context
+    longest = max((length or 0) + CHAT for length in inputs) + new
+    if None in inputs:
+        longest = max(longest, *(_room(one, pair.target, new, context) for one in asked))
+    if context and any((n or 0) + new > context for n in inputs):
         raise BadSetting(
             f"--input {max(n or 0 for n in inputs)} and {new} new tokens: expected at most {pair.context} "
             f"together, the context of {pair.target}"
@@ -105,7 +115,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
     kinds, skipped = _kinds(options.servers, pair, gpu)
     if OURS in kinds:
         check_config()
-    tokens = max((*concurrency, *profile)) * (longest + new + 2 * max(widths) + 64)
+    tokens = max((*concurrency, *profile)) * (longest + 2 * max(widths) + 64)
     together, why = _together(
         options, pair, gpu, [kind for kind in kinds for _ in (widths if kind != PLAIN else "-")]
     )
@@ -130,8 +140,7 @@ def settings_of(options: argparse.Namespace, gpu: bool, say: Callable[[str], Non
         requests=options.requests,
         rounds=options.rounds,
         accept_length=forced,
-        prompts=texts,
-        chat=options.chat,
+        sets=asked,
         together=together,
         together_reason=why,
         mem_fraction=fraction,
@@ -167,13 +176,38 @@ def _check_widths(widths: Sequence[int], forced: float | None, pair: Pair) -> No
             raise BadSetting(f"--accept-length {forced:g}: expected 1 to {width}, the verify width")
 
 
-def _texts(options: argparse.Namespace) -> tuple[str, ...]:
+def _sets(options: argparse.Namespace) -> tuple[PromptSet, ...]:
+    """The sets of prompts, each once. Raises BadSetting."""
     if options.prompts is None:
-        return tuple(one.text for one in held_out_prompts())
+        texts = tuple(sets.asked([prompt.text]) for prompt in held_out_prompts())
+        found = [PromptSet(HELD_OUT, texts, options.chat or options.target is None)]
+    else:
+        found = [sets.read(value, options.chat) for value in dict.fromkeys(options.prompts)]
+    for one in found:
+        if options.input and one.conversations:
+            raise BadSetting(
+                f"--input {options.input[0]}: expected prompts of one text each, and --prompts {one.name} has "
+                "conversations; leave one of them out"
+            )
+    return tuple(found)
+
+
+def _room(one: PromptSet, target: str, new: int, context: int | None) -> int:
+    """The most tokens of a prompt with its answers. Raises BadSetting where they do not fit into the context."""
+    from jinja2 import TemplateError
+
     try:
-        return prompts.texts_of(options.prompts)
-    except (OSError, ValueError) as error:
-        raise BadSetting(f"--prompts {options.prompts}: expected a file with a text a line ({error})") from error
+        longest = prompts.room(one, target, new, context)
+    except (TemplateError, OSError, ValueError) as error:
+        raise BadSetting(
+            f"--prompts {one.name}: expected what the tokenizer of {target} takes ({described(error)})"
+        ) from error
+    if context is not None and longest > context:
+        raise BadSetting(
+            f"--prompts {one.name}: the longest takes {longest} tokens, {new} new ones a turn: expected at most "
+            f"{context}, the context of {target}; shorten it or lower --output"
+        )
+    return longest
 
 
 def check_config() -> None:

@@ -101,18 +101,18 @@ def _misread(target: str, field: str, value: object, expected: str) -> str:
     return f"--target {target}: target config {field}={shown(value)}: expected {expected}. Correct it."
 
 
-def check_template(target: str) -> None:
-    """Raise BadSetting where the target's tokenizer has no chat template."""
+def check_template(target: str, option: str = "--chat") -> None:
+    """Raise BadSetting where the target's tokenizer has no chat template, which the option needs."""
     from transformers import AutoTokenizer
 
     try:
         template = AutoTokenizer.from_pretrained(target).chat_template
     except (OSError, ValueError) as error:
-        raise BadSetting(f"--chat: expected a tokenizer in {target}: {described(error)}") from error
+        raise BadSetting(f"{option}: expected a tokenizer in {target}: {described(error)}") from error
     if template is None:
         raise BadSetting(
-            f"--chat: expected a target with a chat template, and {target} has none. Leave out --chat, or put a "
-            "chat_template.jinja beside its tokenizer."
+            f"{option}: expected a target with a chat template, and {target} has none. Leave out {option}, or put "
+            "a chat_template.jinja beside its tokenizer."
         )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 from dflash_sglang.bench import servers, sweep
 from dflash_sglang.bench.load import Outcome
 from dflash_sglang.bench.settings import Served, Settings
+from dflash_sglang.bench.steps import Steps, no_steps
 from dflash_sglang.bench.sweep import Measured
 from dflash_sglang.demo.launch import PLAIN
 
 FIGURES = tuple(field.name for field in dataclasses.fields(Outcome))
-NOT_SETTINGS = ("target", "draft", "kinds", "skipped", "out", "prompts")  # told elsewhere, or long
+NOT_SETTINGS = ("target", "draft", "kinds", "skipped", "out", "sets")  # told elsewhere, or long
 
 
 def document(
@@ -27,8 +28,9 @@ def document(
 ) -> dict[str, Any]:
     """``figures``: per server and cell each round's `Outcome`, and its medians by name; ``outputs``: how many
     greedy outputs equal the plain server's, null where accept lengths are forced or no plain server ran;
-    ``widths``: steps of all rounds by width, null where the server does not choose; ``incomplete``: what ended the
-    run early, or null."""
+    ``widths``: steps of all rounds by width, null where the server does not choose; ``acceptance``: per set of
+    prompts and server of this package, how many proposals at position 1, 2, ... were verified and accepted, each
+    with all before it; ``incomplete``: what ended the run early, or null."""
     told = {key: value for key, value in vars(settings).items() if key not in NOT_SETTINGS}
     return {
         "command": list(command),
@@ -36,7 +38,11 @@ def document(
         "versions": dict(versions),
         "target": settings.target,
         "draft": settings.draft,
-        "settings": {**told, "dtype": settings.dtype, "texts": len(settings.prompts)},
+        "settings": {**told, "dtype": settings.dtype},
+        "sets": [
+            {"name": one.name, "prompts": len(one.prompts), "turns": one.turns, "chat": one.chat}
+            for one in settings.sets
+        ],
         "servers": [
             {
                 "server": str(one.served),
@@ -56,11 +62,14 @@ def document(
                 **dataclasses.asdict(cell),
                 "rounds": [dataclasses.asdict(outcome) for outcome in outcomes],
                 "median": medians(outcomes),
-                "widths": dict(one.widths[cell]) if cell in one.widths else None,
+                "widths": dict(one.counted[cell].by_width)
+                if cell in one.counted and one.served.width is None
+                else None,
             }
             for one in results
             for cell, outcomes in one.rounds.items()
         ],
+        "acceptance": [found for one in results for found in _acceptance(one)],
         "outputs": _equal_outputs(results),
         "profile": [{"server": str(one.served), **step} for one in results for step in one.steps],
     }
@@ -73,6 +82,23 @@ def medians(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def _names(served: Served) -> dict[str, Any]:
     return {"kind": served.kind, "width": served.width}
+
+
+def _acceptance(one: Measured) -> list[dict[str, Any]]:
+    """By set of prompts, where a step verified a proposal of the draft."""
+    found: dict[str, Steps] = {}
+    for cell, steps in one.counted.items():
+        found[cell.prompts] = found.get(cell.prompts, no_steps()).plus(steps)
+    return [
+        {
+            "server": str(one.served),
+            "prompts": name,
+            "verified": [steps.verified[at] for at in sorted(steps.verified)],
+            "accepted": [steps.accepted[at] for at in sorted(steps.verified)],
+        }
+        for name, steps in found.items()
+        if steps.verified
+    ]
 
 
 def _equal_outputs(results: Sequence[Measured]) -> Mapping[str, Any] | None:

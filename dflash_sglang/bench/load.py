@@ -7,6 +7,7 @@ command line, so that anyone can repeat a load by hand.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_sglang.bench.prompts import Template
 from dflash_sglang.demo.server import Server
 
-FLAGS = ("--backend", "sglang", "--flush-cache", "--disable-tqdm", "--output-details", "--seed", "1")
+FLAGS = ("--backend=sglang", "--flush-cache", "--cache-report", "--disable-tqdm", "--output-details", "--seed=1")
 
 
 class LoadFailed(RuntimeError):
@@ -31,14 +33,19 @@ class Outcome:
     """What a load measured. Times between tokens leave the first one out; medians are over requests or tokens.
 
     ``user_tokens_per_second``: what one user sees, the inverse of the median time per output token.
-    ``accept_length``: tokens after the first per verify step, 1 without speculation.
+    ``accept_length``: tokens after the first per verify step, 1 without speculation. ``cached_share``: of the
+    prompts' tokens, those that the prefix cache held. ``requests``: of a conversation, one for each turn.
     """
 
     output_tokens_per_second: float
     user_tokens_per_second: float
     ttft_ms: float  # to the first token
+    ttft_p99_ms: float
+    tpot_ms: float  # per output token, of a request
+    tpot_p99_ms: float
     inter_token_ms: float
     accept_length: float
+    cached_share: float
     requests: int
     output_tokens: int
     seconds: float
@@ -53,17 +60,22 @@ def generator() -> Any:
 
 
 def run(
-    server: Server, arguments: Sequence[str], speculative: bool, on_done: Callable[[int], None] = lambda done: None
-) -> Outcome:
+    server: Server, arguments: Sequence[str], speculative: bool, template: Template | None,
+    on_done: Callable[[int], None] = lambda done: None,
+) -> Outcome:  # fmt: skip
     """Drives the server with the generator's `arguments` beside FLAGS; on_done(requests answered).
 
-    Raises LoadFailed.
+    template: of prompts that are messages. Raises LoadFailed.
     """
     serving = generator()
     with tempfile.TemporaryDirectory() as directory:
         result, log = Path(directory) / "result.jsonl", Path(directory) / "serving.log"
         argv = [*FLAGS, "--base-url", server.url, "--output-file", str(result), *arguments]
-        with log.open("w") as out, contextlib.redirect_stdout(out), _recorded(serving, on_done) as answers:
+        with (
+            log.open("w") as out,
+            contextlib.redirect_stdout(out),
+            _recorded(serving, template, on_done) as answers,
+        ):
             try:
                 with _command_line(argv):
                     serving.cli_main()
@@ -84,17 +96,24 @@ def outcome(result: dict[str, Any], answers: Sequence[Any], speculative: bool) -
         raise LoadFailed(f"{len(failed)} of {len(result['errors'])} requests failed; the first: {failed[:1]}")
     answers = answers[-result["completed"] :]
     tokens = sum(answer.output_len for answer in answers)
+    if tokens == len(answers):
+        raise LoadFailed(f"each of {tokens} answers ended at its first token; expected prompts with longer ones")
     accept_length = 1.0
     if speculative:
         # Each answer states its tokens per verify step, the first token among them.
-        steps = sum(answer.output_len / answer.spec_accept_length for answer in answers)
+        steps = sum(answer.output_len / answer.spec_accept_length for answer in answers if answer.output_len > 1)
         accept_length = (tokens - len(answers)) / steps
     return Outcome(
         output_tokens_per_second=result["output_throughput"],
         user_tokens_per_second=1000 / result["median_tpot_ms"],
         ttft_ms=result["median_ttft_ms"],
+        ttft_p99_ms=result["p99_ttft_ms"],
+        tpot_ms=result["median_tpot_ms"],
+        tpot_p99_ms=result["p99_tpot_ms"],
         inter_token_ms=result["median_itl_ms"],
         accept_length=accept_length,
+        cached_share=sum(answer.cached_tokens for answer in answers)
+        / sum(answer.prompt_len for answer in answers),
         requests=result["completed"],
         output_tokens=tokens,
         seconds=result["duration"],
@@ -116,17 +135,30 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded(serving: Any, on_done: Callable[[int], None]) -> Iterator[list[Any]]:
-    """Every answer as the generator's own client reads it: its record leaves the accept lengths out."""
-    client, answers = serving.ASYNC_REQUEST_FUNCS["sglang"], []
+def _recorded(serving: Any, template: Template | None, on_done: Callable[[int], None]) -> Iterator[list[Any]]:
+    """Every answer as the generator's own client reads it: its record leaves the accept lengths out.
 
-    async def recording(*args: Any, **kwargs: Any) -> Any:
-        answers.append(await client(*args, **kwargs))
+    Messages become token ids here. The generator would send them to the chat endpoint, whose stream has no accept
+    lengths; so its turns, which it asks of that endpoint only, go to /generate too.
+    """
+    client, answers = serving.ASYNC_REQUEST_FUNCS["sglang"], []
+    turns = serving.MULTI_TURN_BACKENDS
+
+    async def recording(request_func_input: Any, pbar: Any = None) -> Any:
+        if template is not None:
+            ids = template(request_func_input.prompt)
+            request_func_input = dataclasses.replace(request_func_input, prompt=ids, extra_request_body={})
+        answer = await client(request_func_input, pbar=pbar)
+        if answer.success and not answer.generated_text:  # it ended at once, and is taken for one of full length
+            answer.output_len, answer.ttft = 1, answer.latency
+        answers.append(answer)
         on_done(len(answers))
         return answers[-1]
 
     serving.ASYNC_REQUEST_FUNCS["sglang"] = recording
+    serving.MULTI_TURN_BACKENDS = {*turns, "sglang"}
     try:
         yield answers
     finally:
         serving.ASYNC_REQUEST_FUNCS["sglang"] = client
+        serving.MULTI_TURN_BACKENDS = turns

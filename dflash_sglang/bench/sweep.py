@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,8 @@ from dflash_sglang.bench import load, prompts, servers
 from dflash_sglang.bench.load import LoadFailed, Outcome
 from dflash_sglang.bench.profile import take_apart
 from dflash_sglang.bench.settings import Cell, Served, Settings
+from dflash_sglang.bench.steps import Steps, no_steps, steps_of
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, wait_for, worker_line
-from dflash_sglang.demo.measure import run_prompts
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed, first_error
 
@@ -27,13 +26,13 @@ COMPARED_TOKENS = 64
 class Measured:
     """Everything that was measured on one server.
 
-    ``widths``: how many steps had which width, where the server chooses; ``outputs``: greedy completions.
+    ``counted``: steps of this package's worker, those of the warm-ups too; ``outputs``: greedy completions.
     """
 
     served: Served
     worker: str = ""
     rounds: dict[Cell, list[Outcome]] = field(default_factory=dict)
-    widths: dict[Cell, collections.Counter[str]] = field(default_factory=dict)
+    counted: dict[Cell, Steps] = field(default_factory=dict)
     outputs: list[list[int]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
@@ -98,8 +97,9 @@ def _rounds(
     scratch: Path,
     progress: Progress,
 ) -> None:
-    count = settings.requests_of(cell)
-    flags = prompts.dataset_flags(settings, cell.input, count, settings.output, scratch)
+    count, one = settings.requests_of(cell), settings.set_of(cell)
+    template = prompts.template_of(settings.target) if one is not None and one.chat else None
+    flags = prompts.dataset_flags(settings, cell, count, scratch / "prompts.json")
     flags += ["--num-prompts", str(count), "--max-concurrency", str(cell.concurrency)]
     flags += ["--warmup-requests", str(cell.concurrency), "--temperature", str(cell.temperature)]
     if cell.temperature > 0:
@@ -107,35 +107,27 @@ def _rounds(
     for number in range(1, settings.rounds + 1):
         for served, server in running.items():
             progress.begin(f"{cell}, round {number} of {settings.rounds}: {served}")
-            total = count + cell.concurrency  # with the warm-up
-
-            def on_done(done: int, total: int = total) -> None:
-                progress.update(f"{done} of {total} requests")
-
-            chooses = served.kind == OURS and served.width is None
             with server.reported(str(served), LoadFailed):
-                before = steps_by_width(server) if chooses else None
-                outcome = load.run(server, flags, served.kind != PLAIN, on_done)
-                if before is not None:
-                    after = steps_by_width(server)
-                    results[served].widths.setdefault(cell, collections.Counter()).update(after - before)
+                before = steps_of(server) if served.kind == OURS else no_steps()
+                outcome = load.run(
+                    server, flags, served.kind != PLAIN, template,
+                    lambda done: progress.update(f"{done} requests, with the warm-up"),
+                )  # fmt: skip
+                if served.kind == OURS:
+                    counted = results[served].counted
+                    counted[cell] = counted.get(cell, no_steps()).plus(steps_of(server).since(before))
             results[served].rounds.setdefault(cell, []).append(outcome)
             accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
             progress.end(f"{outcome.output_tokens_per_second:.1f} tokens/s{accepted}")
 
 
-def steps_by_width(server: Server) -> collections.Counter[str]:
-    """Steps of our worker since its start by their width, over all ranks that hold requests of their own."""
-    states = server.get("/server_info")["internal_states"]
-    return sum((collections.Counter(state["dflash_width"]["steps"]) for state in states), collections.Counter())
-
-
 def _outputs(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:
-    texts = prompts.contexts(settings, None, COMPARED_PROMPTS)
-    progress.begin(f"greedy outputs of {len(texts)} prompts: {served}")
-    run = run_prompts(server, texts, COMPARED_TOKENS, lambda done: progress.update(f"{done} of {len(texts)}"))
-    progress.end(f"{run.tokens} tokens")
-    return run.outputs
+    asked = prompts.requests(settings, None, COMPARED_PROMPTS)
+    progress.begin(f"greedy outputs of {len(asked)} prompts: {served}")
+    params = {"temperature": 0, "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
+    outputs = [server.generate(**one, sampling_params=params)["output_ids"] for one in asked]
+    progress.end(f"{sum(map(len, outputs))} tokens")
+    return outputs
 
 
 def _failure(settings: Settings, served: Served, server: Server, error: ServerFailed) -> str:

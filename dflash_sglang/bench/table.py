@@ -8,29 +8,30 @@ from typing import Any
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 
 COLUMNS = (
-    "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "between tokens, ms",
-    "accept length", "widths of steps", "tok/s over plain", "tok/s over built-in",
+    "at a time", "server", "output tok/s", "tok/s per user", "first token, ms", "a token, ms",
+    "accept length", "cached", "widths of steps", "tok/s over plain", "tok/s over built-in",
 )  # fmt: skip
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """All tables of a `document.document`, one per input length and temperature."""
+    """All tables of a `document.document`, one per set of prompts, input length and temperature."""
     versions, settings = document["versions"], document["settings"]
     where = "CPU" if versions["gpu"] == "none" else versions["gpu"].replace("\n", "; ")
     parts = [
         "# DFLASH, measured",
         f"{where}; dflash_sglang {versions['dflash_sglang']}, SGLang {versions['sglang']}, torch "
         f"{versions['torch']}; {document['date']}.",
-        f"Target `{document['target']}`, draft `{document['draft']}`; {settings['output']} tokens out; servers "
-        f"{'up together, by turns' if settings['together'] else 'one after the other'}, "
+        f"Target `{document['target']}`, draft `{document['draft']}`; at most {settings['output']} tokens out; "
+        f"servers {'up together, by turns' if settings['together'] else 'one after the other'}, "
         f"{_rounds(settings['rounds'])}; {_acceptance(settings)}.",
     ]
     if document["incomplete"]:
         parts.append(f"Incomplete: {document['incomplete'].splitlines()[0]}")
     for group, figures in groups(document).items():
         parts += [f"## {group}", _rows(COLUMNS, [_row(figure, figures) for figure in figures])]
-    if settings["rounds"] > 1:
-        parts.append(SPREAD)
+    parts.append(SPREAD if settings["rounds"] > 1 else FIGURES)
+    if document["acceptance"]:
+        parts += ["## Acceptance by position", acceptance(document["acceptance"])]
     parts += [f"{one['kind'].replace('_', '-')}: not run, {one['reason']}." for one in document["skipped"]]
     if outputs := document["outputs"]:
         parts += [
@@ -43,8 +44,12 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 WITHIN = "~"  # marks a ratio
+FIGURES = (
+    "Times: the median and, after the slash, the 99th percentile of the requests. "
+    "Cached: the share of the prompts' tokens that the prefix cache held."
+)
 SPREAD = (
-    "In brackets: the slowest and the fastest round. "
+    f"{FIGURES} In brackets: the slowest and the fastest round. "
     f"{WITHIN}: the rounds of both servers overlap, so the ratio may be chance."
 )
 ROUNDING = " In 16-bit types a block's forward rounds differently from a single token's; near-ties may fall apart."
@@ -88,9 +93,9 @@ def groups(document: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     """The figures by the title of their table, in it by concurrency."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for figure in document["figures"]:
-        length = "texts as they are" if figure["input"] is None else f"{figure['input']} tokens in"
+        length = "" if figure["input"] is None else f", {figure['input']} tokens in"
         sampling = "greedy" if figure["temperature"] == 0 else f"temperature {figure['temperature']:g}"
-        found.setdefault(f"{length}, {sampling}", []).append(figure)
+        found.setdefault(f"{figure['prompts']}{length}, {sampling}", []).append(figure)
     return {title: sorted(figures, key=lambda one: one["concurrency"]) for title, figures in found.items()}
 
 
@@ -99,7 +104,7 @@ def counterpart(
 ) -> Mapping[str, Any] | None:
     """The figure of the server of a kind under the same load, of the same width where both have one."""
     for other in figures:
-        same_load = all(other[key] == figure[key] for key in ("concurrency", "input", "temperature"))
+        same_load = all(other[key] == figure[key] for key in ("prompts", "concurrency", "input", "temperature"))
         widths = {other["width"], figure["width"]} - {None}
         if same_load and other["kind"] == kind and len(widths) < 2:
             return other
@@ -109,6 +114,22 @@ def counterpart(
 def ratio(figure: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Median output tokens per second over those of another server."""
     return figure["median"]["output_tokens_per_second"] / other["median"]["output_tokens_per_second"]
+
+
+def acceptance(found: Sequence[Mapping[str, Any]]) -> str:
+    """The share of the verified proposals at each position that were accepted, with all before them."""
+    most = max(len(one["verified"]) for one in found)
+    shares = [
+        [f"{of / tried:.0%}" for of, tried in zip(one["accepted"], one["verified"], strict=True)] for one in found
+    ]
+    head = ["prompts", "server", *map(str, range(1, most + 1))]
+    return _rows(
+        head,
+        [
+            [one["prompts"], one["server"], *of, *[""] * (most - len(of))]
+            for one, of in zip(found, shares, strict=True)
+        ],
+    )
 
 
 def step_table(step: Mapping[str, Any]) -> str:
@@ -157,9 +178,10 @@ def _row(figure: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> lis
         figure["server"],
         rate,
         f"{median['user_tokens_per_second']:.1f}",
-        f"{median['ttft_ms']:.1f}",
-        f"{median['inter_token_ms']:.2f}",
+        f"{median['ttft_ms']:.1f} / {median['ttft_p99_ms']:.1f}",
+        f"{median['tpot_ms']:.2f} / {median['tpot_p99_ms']:.2f}",
         "" if kind == PLAIN else f"{median['accept_length']:.2f}",
+        f"{median['cached_share']:.0%}",
         _widths(figure),
         *ratios,
     ]
