@@ -197,7 +197,7 @@ def _room(one: PromptSet, target: str, new: int, context: int | None) -> int:
     from jinja2 import TemplateError
 
     try:
-        longest = prompts.room(one, target, new, context)
+        longest = prompts.room(one, target, new)
     except (TemplateError, OSError, ValueError) as error:
         raise BadSetting(
             f"--prompts {one.name}: expected what the tokenizer of {target} takes ({described(error)})"

@@ -1,7 +1,7 @@
 """One load on one server, by SGLang's own generator, `python -m sglang.benchmark.serving`, inside this process.
 
 Inside, because its import takes ten seconds and a comparison runs it dozens of times; with the arguments of its
-command line, so that anyone can repeat a load by hand.
+command line, so that anyone can repeat a load by hand (one of prompts with `--backend sglang-oai-chat`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_sglang.bench.prompts import Template
+from dflash_sglang.bench.prompts import Ids
 from dflash_sglang.demo.server import Server
 
 FLAGS = ("--backend=sglang", "--flush-cache", "--cache-report", "--disable-tqdm", "--output-details", "--seed=1")
@@ -60,12 +60,12 @@ def generator() -> Any:
 
 
 def run(
-    server: Server, arguments: Sequence[str], speculative: bool, template: Template | None,
+    server: Server, arguments: Sequence[str], speculative: bool, ids: Ids | None,
     on_done: Callable[[int], None] = lambda done: None,
 ) -> Outcome:  # fmt: skip
     """Drives the server with the generator's `arguments` beside FLAGS; on_done(requests answered).
 
-    template: of prompts that are messages. Raises LoadFailed.
+    ids: of prompts that are messages. Raises LoadFailed.
     """
     serving = generator()
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +74,7 @@ def run(
         with (
             log.open("w") as out,
             contextlib.redirect_stdout(out),
-            _recorded(serving, template, on_done) as answers,
+            _recorded(serving, ids, on_done) as answers,
         ):
             try:
                 with _command_line(argv):
@@ -135,7 +135,7 @@ def _command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded(serving: Any, template: Template | None, on_done: Callable[[int], None]) -> Iterator[list[Any]]:
+def _recorded(serving: Any, ids: Ids | None, on_done: Callable[[int], None]) -> Iterator[list[Any]]:
     """Every answer as the generator's own client reads it: its record leaves the accept lengths out.
 
     Messages become token ids here. The generator would send them to the chat endpoint, whose stream has no accept
@@ -145,9 +145,9 @@ def _recorded(serving: Any, template: Template | None, on_done: Callable[[int], 
     turns = serving.MULTI_TURN_BACKENDS
 
     async def recording(request_func_input: Any, pbar: Any = None) -> Any:
-        if template is not None:
-            ids = template(request_func_input.prompt)
-            request_func_input = dataclasses.replace(request_func_input, prompt=ids, extra_request_body={})
+        if ids is not None:
+            prompt = ids(request_func_input.prompt)
+            request_func_input = dataclasses.replace(request_func_input, prompt=prompt, extra_request_body={})
         answer = await client(request_func_input, pbar=pbar)
         if answer.success and not answer.generated_text:  # it ended at once, and is taken for one of full length
             answer.output_len, answer.ttft = 1, answer.latency

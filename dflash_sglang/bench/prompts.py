@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_sglang.bench.settings import Cell, PromptSet, Settings, Turns
 
-Template = Callable[[Sequence[Mapping[str, str]]], list[int]]
+Ids = Callable[[Sequence[Mapping[str, str]]], list[int]]  # of messages
 
 
 def texts_of(path: Path) -> tuple[str, ...]:
@@ -24,35 +25,37 @@ def texts_of(path: Path) -> tuple[str, ...]:
 
 @functools.cache
 def tokenizer_of(target: str) -> Any:
-    """The target's tokenizer. Raises OSError or ValueError where it has none."""
+    """The target's tokenizer, which takes texts of any length. Raises OSError or ValueError where it has none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(target)
+    return AutoTokenizer.from_pretrained(target, model_max_length=sys.maxsize)
 
 
-def template_of(target: str) -> Template:
-    """Makes token ids of messages, up to where the target answers."""
-    apply = tokenizer_of(target).apply_chat_template
-    return functools.partial(apply, add_generation_prompt=True, tokenize=True, return_dict=False)
+def ids_of(one: PromptSet, target: str) -> Ids:
+    """Makes token ids of a prompt's messages: with the chat template up to the answer, or of a text as it is.
 
-
-def room(one: PromptSet, target: str, new: int, context: int | None) -> int:
-    """The most tokens that a prompt of the set takes, with answers of `new` tokens each.
-
-    Of texts as they are an upper bound, their bytes, where that fits into the context.
+    It remembers them: dividing a long text while a load runs would hold up the answers to others.
     """
-    if one.chat:
-        template = template_of(target)
-        answer = {"role": "assistant", "content": ""}
-        return max(
-            len(template([message for turn in turns for message in (*turn, answer)][:-1])) + len(turns) * new
-            for turns in one.prompts
-        )
-    texts = [text_of(turns) for turns in one.prompts]
-    most = max(len(text.encode()) for text in texts) + new
-    if context is None or most <= context:
-        return most
-    return max(len(tokenizer_of(target).encode(text)) for text in texts) + new
+    tokenizer, known = tokenizer_of(target), dict[str, list[int]]()
+
+    def ids(messages: Sequence[Mapping[str, str]]) -> list[int]:
+        key = json.dumps(messages)
+        if key not in known and one.chat:
+            known[key] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        elif key not in known:
+            known[key] = tokenizer.encode(messages[-1]["content"])
+        return known[key]
+
+    return ids
+
+
+def room(one: PromptSet, target: str, new: int) -> int:
+    """The most tokens that a prompt of the set takes, with answers of `new` tokens each."""
+    ids, answer = ids_of(one, target), {"role": "assistant", "content": ""}
+    return max(
+        len(ids([message for turn in turns for message in (*turn, answer)][:-1])) + len(turns) * new
+        for turns in one.prompts
+    )
 
 
 def text_of(turns: Turns) -> str:
@@ -63,8 +66,8 @@ def text_of(turns: Turns) -> str:
 def contexts(settings: Settings, one: PromptSet, length: int | None, count: int) -> list[Turns]:
     """`count` prompts, of texts evenly apart.
 
-    With a length, each is cut or filled from the left, with other texts, to about that many tokens (it stays text,
-    which the server divides into tokens itself). Without, a text that comes again is the same prompt: its prefix
+    With a length, each is cut or filled from the left, with other texts, to about that many tokens (of a text, which
+    is divided into tokens again). Without, a text that comes again is the same prompt: its prefix
     may be in the radix cache, on every server alike.
     """
     prompts = one.prompts
@@ -86,8 +89,9 @@ def _context(texts: Sequence[Sequence[int]], last: int, length: int, seed: int) 
     return out[-length:]
 
 
-def dataset_flags(settings: Settings, cell: Cell, count: int, path: Path) -> list[str]:
-    """The dataset of a load of `count` prompts, as arguments of `sglang.benchmark.serving`; written to `path`.
+def load_of(settings: Settings, cell: Cell, count: int, path: Path) -> tuple[list[str], Ids | None]:
+    """A load of `count` prompts: the dataset, written to `path`, as arguments of `sglang.benchmark.serving`, and
+    what makes token ids of its messages.
 
     Texts end where the target ends them; random ids, which say nothing, after `settings.output` tokens.
     """
@@ -96,17 +100,14 @@ def dataset_flags(settings: Settings, cell: Cell, count: int, path: Path) -> lis
         return [
             "--dataset-name", "random-ids", "--tokenize-prompt", "--random-range-ratio", "1.0",
             "--random-input-len", str(cell.input), "--random-output-len", output,
-        ]  # fmt: skip
-    asked = contexts(settings, one, cell.input, count)
-    if one.chat:
-        conversations = [[{"messages": messages} for messages in turns] for turns in asked]
-        path.write_text(json.dumps({"conversations": conversations}), encoding="utf-8")
-    else:
-        lines = ({"conversations": [{"content": text_of(turns)}, {"content": "-"}]} for turns in asked)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    name = "agentic-trace" if one.chat else "custom"
-    path_and_end = ["--dataset-path", str(path), "--sharegpt-output-len", output, "--disable-ignore-eos"]
-    return ["--dataset-name", name, *path_and_end]
+        ], None  # fmt: skip
+    asked, ids = contexts(settings, one, cell.input, count), ids_of(one, settings.target)
+    for turns in asked:
+        ids(turns[0])
+    conversations = [[{"messages": messages} for messages in turns] for turns in asked]
+    path.write_text(json.dumps({"conversations": conversations}), encoding="utf-8")
+    file = ["--dataset-name", "agentic-trace", "--dataset-path", str(path)]
+    return [*file, "--sharegpt-output-len", output, "--disable-ignore-eos"], ids
 
 
 def requests(settings: Settings, length: int | None, count: int) -> list[dict[str, Any]]:
@@ -116,8 +117,5 @@ def requests(settings: Settings, length: int | None, count: int) -> list[dict[st
         ids = range(settings.vocabulary)
         return [{"input_ids": rng.choices(ids, k=length or 1)} for _ in range(count)]
     one = settings.sets[0]
-    asked = contexts(settings, one, length, count)
-    if one.chat:
-        template = template_of(settings.target)
-        return [{"input_ids": template(turns[0])} for turns in asked]
-    return [{"text": text_of(turns)} for turns in asked]
+    ids_of_messages = ids_of(one, settings.target)
+    return [{"input_ids": ids_of_messages(turns[0])} for turns in contexts(settings, one, length, count)]

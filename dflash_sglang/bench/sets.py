@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,12 +65,13 @@ def read(value: str, chat: bool) -> PromptSet:
     prompts = []
     for text in lines:
         try:
-            prompts.append(_prompt(json.loads(text)))
+            line = json.loads(text)
+            prompts.append(_prompt(line))
+            chat = chat or isinstance(line, dict) and "prompt" not in line
         except (ValueError, KeyError, TypeError):
             shown = text if len(text) <= 60 else f"{text[:60]}..."
             raise BadSetting(f"--prompts {value}: has the line {shown}: expected {LINE}") from None
-    found = PromptSet(value, tuple(prompts), chat)
-    return dataclasses.replace(found, chat=chat or found.conversations)
+    return PromptSet(value, tuple(prompts), chat)
 
 
 def asked(texts: list[str]) -> Turns:
@@ -83,6 +83,8 @@ def _prompt(line: Any) -> Turns:
     """Raises ValueError, KeyError or TypeError for a line that is not one of LINE."""
     if isinstance(line, str):
         line = {"prompt": line}
+    if not isinstance(line, dict):
+        raise TypeError
     (field,) = line.keys() & {"prompt", "turns", "messages"}
     if field == "messages":
         turns: Turns = (tuple({"role": one["role"], "content": one["content"]} for one in line[field]),)

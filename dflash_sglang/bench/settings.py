@@ -133,5 +133,7 @@ class Settings:
         return next((one for one in self.sets if one.name == cell.prompts), None)
 
     def requests_of(self, cell: Cell) -> int:
-        """How many requests a load of the cell has."""
-        return max(self.requests * cell.concurrency, LEAST_REQUESTS)
+        """How many prompts a load of the cell asks."""
+        one = self.set_of(cell)
+        least = LEAST_REQUESTS if one is None else min(LEAST_REQUESTS, len(one.prompts))
+        return max(self.requests * cell.concurrency, least)

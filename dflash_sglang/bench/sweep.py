@@ -97,9 +97,8 @@ def _rounds(
     scratch: Path,
     progress: Progress,
 ) -> None:
-    count, one = settings.requests_of(cell), settings.set_of(cell)
-    template = prompts.template_of(settings.target) if one is not None and one.chat else None
-    flags = prompts.dataset_flags(settings, cell, count, scratch / "prompts.json")
+    count = settings.requests_of(cell)
+    flags, ids = prompts.load_of(settings, cell, count, scratch / "prompts.json")
     flags += ["--num-prompts", str(count), "--max-concurrency", str(cell.concurrency)]
     flags += ["--warmup-requests", str(cell.concurrency), "--temperature", str(cell.temperature)]
     if cell.temperature > 0:
@@ -110,7 +109,7 @@ def _rounds(
             with server.reported(str(served), LoadFailed):
                 before = steps_of(server) if served.kind == OURS else no_steps()
                 outcome = load.run(
-                    server, flags, served.kind != PLAIN, template,
+                    server, flags, served.kind != PLAIN, ids,
                     lambda done: progress.update(f"{done} requests, with the warm-up"),
                 )  # fmt: skip
                 if served.kind == OURS:

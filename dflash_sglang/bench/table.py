@@ -46,7 +46,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 WITHIN = "~"  # marks a ratio
 FIGURES = (
     "Times: the median and, after the slash, the 99th percentile of the requests. "
-    "Cached: the share of the prompts' tokens that the prefix cache held."
+    "Cached: the share of the prompts' tokens that the prefix cache held; a prompt asked again is held whole."
 )
 SPREAD = (
     f"{FIGURES} In brackets: the slowest and the fastest round. "

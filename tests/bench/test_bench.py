@@ -42,20 +42,21 @@ def test_the_packaged_pair_is_measured_on_a_cpu_with_and_without_dflash(monkeypa
     for one in measured["figures"]:
         assert len(one["rounds"]) == 1 and one["rounds"][0] == one["median"]
         median = one["median"]
-        assert median["requests"] == 4 and median["output_tokens"] == 4 * 24
-        assert all(value > 0 for value in median.values())
-        assert median["output_tokens_per_second"] == pytest.approx(96 / median["seconds"])
-        assert (2 < median["accept_length"] < 16) if one["kind"] == "ours" else median["accept_length"] == 1
+        assert median["requests"] == 4 and 8 < median["output_tokens"] <= 4 * 24
+        assert all(value > 0 for name, value in median.items() if name != "cached_share")
+        assert median["output_tokens_per_second"] == pytest.approx(median["output_tokens"] / median["seconds"])
+        assert (1 < median["accept_length"] < 16) if one["kind"] == "ours" else median["accept_length"] == 1
     # Nothing but the texts decides how much is accepted, and both loads have the same.
     lengths = [one["median"]["accept_length"] for one in measured["figures"] if one["kind"] == "ours"]
     assert lengths[0] == pytest.approx(lengths[1])
     assert measured["outputs"] == {"prompts": 4, "new_tokens": 24, "equal_to_plain": {"ours, width 16": 4}}
 
-    rows = rows_of((tmp_path / "bench.md").read_text())
+    assert [one["prompts"] for one in measured["acceptance"]] == ["held-out prompts"]
+    rows = rows_of((tmp_path / "bench.md").read_text())[:6]
     assert [row[:2] for row in rows[2:]] == [
         ["1", "plain"], ["1", "ours, width 16"], ["2", "plain"], ["2", "ours, width 16"],
     ]  # fmt: skip
-    assert rows[3][6:8] == [f"{lengths[0]:.2f}", "16"] and float(rows[3][8].rstrip(" ~")) > 0
+    assert rows[3][6] == f"{lengths[0]:.2f}" and rows[3][8] == "16" and float(rows[3][9].rstrip(" ~")) > 0
     assert "built-in: not run, without this package" in printed.out
     assert (tmp_path / "bench.png").exists() == plot.can_draw() != (plot.MISSING in printed.out)
 

@@ -25,7 +25,7 @@ def document(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     figures = [
         dict(server=str(Served(kind, width)), kind=kind, width=width, concurrency=concurrency, input=None,
-             temperature=temperature, rounds=[vars(one) for one in rounds], median=medians(rounds),
+             prompts="talks", temperature=temperature, rounds=[*map(vars, rounds)], median=medians(rounds),
              widths={"16": 150, "8": 50, "1": 0} if (kind, width) == ("ours", None) else None)
         for temperature in (0.0, 0.7)
         for (kind, width), by_concurrency in rates.items()
@@ -36,18 +36,22 @@ def document(**changes: Any) -> dict[str, Any]:
     settings = dict(output=64, together=True, rounds=3, accept_length=None, dtype="auto")
     outputs = dict(prompts=4, new_tokens=64, equal_to_plain={"ours, width 16": 3})
     made = dict(versions=versions, date="today", target="T", draft="D", settings=settings, figures=figures)
+    shares = dict(server="ours", verified=[8, 4, 1], accepted=[6, 1, 0])
+    made |= dict(acceptance=[dict(shares, prompts="talks"), dict(shares, prompts="b", verified=[2], accepted=[1])])
     return {**made, "incomplete": None, "skipped": [], "outputs": outputs, "profile": [], **changes}
 
 
 def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_load_and_width():
     text = table.markdown(document())
-    titles = ["texts as they are, greedy", "texts as they are, temperature 0.7"]
+    titles = ["talks, greedy", "talks, temperature 0.7", "Acceptance by position"]
     assert re.findall("^## (.*)$", text, re.M) == [*titles, "Verdict, by requests at a time"]
-    rows = rows_of(text)
+    *rows, head, _, talks, other = rows_of(text)
+    assert head == ["prompts", "server", "1", "2", "3"] and talks == ["talks", "ours", "75%", "25%", "0%"]
+    assert other == ["b", "ours", "50%", "", ""]
     assert len(rows) == 2 * (2 + 10) and all(len(row) == len(table.COLUMNS) for row in rows)
-    rest = ["40.0", "5.00", "6.00"]
+    rest = ["40.0 / 60.0", "5.00 / 8.00", "6.00", "25%"]
     assert rows[2:7] == [
-        ["1", "plain", "100.0 [95.0, 110.0]", "50.0", "40.0", "5.00", "", "", "", ""],
+        ["1", "plain", "100.0 [95.0, 110.0]", "50.0", *rest[:2], "", "25%", "", "", ""],
         ["1", "built-in, width 16", "400.0 [380.0, 440.0]", "200.0", *rest, "16", "4.000", ""],
         ["1", "ours, width 8", "380.0 [361.0, 418.0]", "190.0", *rest, "8", "3.800", ""],
         ["1", "ours, width 16", "500.0 [475.0, 550.0]", "250.0", *rest, "16", "5.000", "1.250"],
@@ -57,7 +61,7 @@ def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_lo
     assert "Greedy outputs of 64 tokens equal to those without speculation, ours, width 16: 3 of 4." in text
 
     said = text[text.index("## Verdict, by requests at a time") :].split("\n\n")[1:]
-    title = "texts as they are, greedy, ours"
+    title = "talks, greedy, ours"
     assert said[0] == (
         f"{title}, width 8 against no speculation: faster: 3.80 times the tokens/s at 1, "
         "3.00 times the tokens/s at 8."
@@ -72,7 +76,11 @@ def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_lo
         figure["rounds"] = figure["rounds"][1:2]
     text = table.markdown(one_round)
     assert rows_of(text)[10][2:] == ["1100.0", "550.0", *rest, "16", "2.750", "1.100"]
-    assert "[" not in text and text.endswith("\n\nOne round: any difference may be chance.\n")
+    assert (
+        "[" not in text
+        and table.FIGURES in text
+        and text.endswith("\n\nOne round: any difference may be chance.\n")
+    )
     ours = [figure for figure in document()["figures"] if figure["kind"] == "ours"]
     assert table.markdown(document(figures=ours)).endswith("Nothing to compare: this package's server and another "
                                                            "one have no load in common.\n")  # fmt: skip

@@ -6,7 +6,6 @@ import contextlib
 import io
 import sys
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +14,12 @@ import pytest
 from dflash_sglang import __version__
 from dflash_sglang.bench import load, profile, sweep
 from dflash_sglang.bench.load import LoadFailed, Outcome
+from dflash_sglang.bench.steps import no_steps
 from dflash_sglang.cli import main
 from dflash_sglang.demo import launch
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Server, ServerFailed
+from tests.support.bench_runs import PAIR
 from tests.unit.demo.test_demo import SERVES, fake_server, streaming, wait_until_ended
 
 OURS_LINE = f"[12:00:00] dflash_sglang {__version__} worker active: draft=x"
@@ -68,7 +69,7 @@ def fake(monkeypatch):
     """The class of the servers that a run starts; no load generator is imported."""
     monkeypatch.setattr(launch, "Server", Fake)
     monkeypatch.setattr(load, "generator", lambda: None)
-    monkeypatch.setattr(sweep, "steps_by_width", lambda server: Counter())
+    monkeypatch.setattr(sweep, "steps_of", lambda server: no_steps())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(Fake, "pids", [])
     return Fake
@@ -76,7 +77,7 @@ def fake(monkeypatch):
 
 def test_a_run_ends_where_another_worker_answers(fake, tmp_path, capsys):
     fake.program = f"print({BUILT_IN_LINE!r}, flush=True)\n{SERVES}"
-    assert main(["bench", "--out", str(tmp_path), "--servers", "ours"]) == 1
+    assert main(["bench", *PAIR, "--out", str(tmp_path), "--servers", "ours"]) == 1
     error = capsys.readouterr().err
     assert f"the log has {launch.SIGNATURE['built_in']!r} ({tmp_path}/logs/ours.log)" in error
     assert wait_until_ended(fake.pids) == [] and len(fake.pids) == 1
@@ -85,7 +86,7 @@ def test_a_run_ends_where_another_worker_answers(fake, tmp_path, capsys):
 
 def test_a_server_that_does_not_start_is_reported_by_its_own_error(fake, tmp_path, capsys):
     fake.program = FAILED
-    assert main(["bench", "--out", str(tmp_path)]) == 1
+    assert main(["bench", *PAIR, "--out", str(tmp_path)]) == 1
     lines = capsys.readouterr().err.strip().splitlines()
     log = tmp_path / "logs" / "plain.log"
     assert lines[0] == (
@@ -114,26 +115,32 @@ def test_ctrl_c_ends_the_servers_and_says_so(fake, monkeypatch, tmp_path, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr(load, "run", interrupted)
-    assert main(["bench", "--out", str(tmp_path), "--servers", "plain"]) == 130
+    assert main(["bench", *PAIR, "--out", str(tmp_path), "--servers", "plain"]) == 130
     assert capsys.readouterr().err.endswith("interrupted, servers ended\n")
     grandchild = int((tmp_path / "logs" / "plain.log").read_text().split()[1])
     assert wait_until_ended([*fake.pids, grandchild]) == []
 
 
 def answer(tokens: int, accept_length: float) -> SimpleNamespace:
-    return SimpleNamespace(output_len=tokens, spec_accept_length=accept_length)
+    return SimpleNamespace(
+        output_len=tokens, spec_accept_length=accept_length, prompt_len=40, cached_tokens=tokens
+    )
 
 
 RESULT = dict(
     errors=["", ""], completed=2, output_throughput=100.0, median_tpot_ms=4.0, median_ttft_ms=30.0,
-    median_itl_ms=3.5, duration=0.41,
+    median_itl_ms=3.5, duration=0.41, p99_ttft_ms=50.0, p99_tpot_ms=6.0,
 )  # fmt: skip
 
 
 def test_an_outcome_counts_the_steps_of_the_load_and_none_of_the_warm_up():
     found = load.outcome(RESULT, [answer(8, 8.0), answer(25, 5.0), answer(16, 4.0)], speculative=True)
     # 41 tokens, of which the prefills gave two, in 5 + 4 steps
-    assert found == Outcome(100.0, 250.0, 30.0, 3.5, 39 / 9, 2, 41, 0.41)
+    assert found == Outcome(100.0, 250.0, 30.0, 50.0, 4.0, 6.0, 3.5, 39 / 9, 41 / 80, 2, 41, 0.41)
     assert load.outcome(RESULT, [answer(8, 0.0)] * 3, speculative=False).accept_length == 1.0
+    # an answer of one token has no step
+    assert load.outcome(RESULT, [answer(1, 0.0), answer(9, 4.5)], speculative=True).accept_length == 8 / 2
+    with pytest.raises(LoadFailed, match="each of 2 answers ended at its first token"):
+        load.outcome(RESULT, [answer(1, 0.0)] * 2, speculative=True)
     with pytest.raises(LoadFailed, match="1 of 2 requests failed; the first: .'Bad Request: too long'"):
         load.outcome({**RESULT, "errors": ["", "Bad Request: too long"], "completed": 1}, [], speculative=True)

@@ -10,7 +10,7 @@ import pytest
 from dflash_sglang.bench import arguments, servers, versions
 from dflash_sglang.bench.settings import BadSetting, Served
 from dflash_sglang.cli import main
-from tests.support.bench_runs import settings_of
+from tests.support.bench_runs import PAIR, settings_of
 from tests.support.tiny import draft_config, target_config
 
 
@@ -27,7 +27,7 @@ from tests.support.tiny import draft_config, target_config
     (["--output", "2"], "--output 2: expected at least 8"),
     (["--top-p", "1.5"], "--top-p 1.5: expected more than 0 and at most 1"),
     (["--input", "4090"], "--input 4090 and 96 new tokens: expected at most 4096 together"),
-    (["--prompts", "no.txt"], "--prompts no.txt: expected a file with a text a line"),
+    (["--prompts", "no.txt"], "--prompts no.txt: expected a file with prompts, or one of gsm8k, math500, "),
     (["--prompts", "no.txt", "--accept-length", "3"], "--accept-length 3: the texts mean nothing then"),
     (["--redraw", "no.json"], "--redraw no.json: expected a bench.json of an earlier run"),
     (["--redraw", "other.json"], "--redraw other.json: expected a bench.json of an earlier run (it has no fig"),
@@ -38,7 +38,8 @@ def test_settings_that_cannot_be_measured_are_refused_by_name(options, message, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.json").write_text('{"figures": 5}')
-    assert main(["bench", *options]) == 2
+    pair = [] if {"--target", "--draft", "--shapes"} & set(options) else PAIR
+    assert main(["bench", *options, *pair]) == 2
     assert f"dflash-sglang bench: {message}" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["other.json"]
 
@@ -103,7 +104,7 @@ def test_the_servers_differ_in_their_worker_and_width_alone(tmp_path, monkeypatc
         assert ("DFLASH_SGLANG_CONFIG" in ours) == bool(width)  # or it inherits a user's
         assert ("--speculative-dflash-block-size" in servers.flags(settings, settings.served[-1])) == bool(width)
     assert ours["SGLANG_SIMULATE_ACC_LEN"] == "6.4" and "SGLANG_SIMULATE_ACC_LEN" not in plain
-    assert settings.prompts == () and settings.inputs == (256,)
+    assert settings.sets == () and settings.inputs == (256,)
     monkeypatch.setenv("DFLASH_SGLANG_CONFIG", '{"widths": 8}')
     with pytest.raises(BadSetting, match="DFLASH_SGLANG_CONFIG"):
         settings_of()
@@ -118,11 +119,14 @@ def test_an_nvidia_smi_that_reaches_no_driver_is_no_gpu(monkeypatch, tmp_path):
 
 
 def pair_of(tmp_path: Path, layers: list[int]) -> tuple[str, str, str]:
-    """TARGET, --draft, DRAFT: configs alone, of a target of five layers and a draft that reads those given."""
+    """TARGET, --draft, DRAFT: a tokenizer and configs, of a target of five layers and a draft that reads those
+    given."""
     config = draft_config(dflash_config={"target_layer_ids": layers})
     for name, content in (("target", target_config()), ("draft", config)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
+    for file in Path(PAIR[1]).glob("tokenizer*"):
+        (tmp_path / "target" / file.name).symlink_to(file)
     return str(tmp_path / "target"), "--draft", str(tmp_path / "draft")
 
 
