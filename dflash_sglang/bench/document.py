@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_sglang.bench import servers, sweep
+from dflash_sglang.bench import servers
 from dflash_sglang.bench.load import Outcome
 from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.bench.steps import Steps, no_steps
@@ -62,9 +62,7 @@ def document(
                 **dataclasses.asdict(cell),
                 "rounds": [dataclasses.asdict(outcome) for outcome in outcomes],
                 "median": medians(outcomes),
-                "widths": dict(one.counted[cell].by_width)
-                if cell in one.counted and one.served.width is None
-                else None,
+                "widths": one.widths(cell),
             }
             for one in results
             for cell, outcomes in one.rounds.items()
@@ -107,7 +105,7 @@ def _equal_outputs(results: Sequence[Measured]) -> Mapping[str, Any] | None:
         return None
     return {
         "prompts": len(plain),
-        "new_tokens": sweep.COMPARED_TOKENS,
+        "new_tokens": len(plain[0]),
         "equal_to_plain": {
             str(one.served): sum(a == b for a, b in zip(one.outputs, plain, strict=True))
             for one in results

@@ -30,7 +30,7 @@ class LoadFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a load measured. Times between tokens leave the first one out; medians are over requests or tokens.
+    """What a load measured. Times per token leave the first one out; medians are over requests.
 
     ``user_tokens_per_second``: what one user sees, the inverse of the median time per output token.
     ``accept_length``: tokens after the first per verify step, 1 without speculation. ``cached_share``: of the
@@ -43,7 +43,6 @@ class Outcome:
     ttft_p99_ms: float
     tpot_ms: float  # per output token, of a request
     tpot_p99_ms: float
-    inter_token_ms: float
     accept_length: float
     cached_share: float
     requests: int
@@ -110,7 +109,6 @@ def outcome(result: dict[str, Any], answers: Sequence[Any], speculative: bool) -
         ttft_p99_ms=result["p99_ttft_ms"],
         tpot_ms=result["median_tpot_ms"],
         tpot_p99_ms=result["p99_tpot_ms"],
-        inter_token_ms=result["median_itl_ms"],
         accept_length=accept_length,
         cached_share=sum(answer.cached_tokens for answer in answers)
         / sum(answer.prompt_len for answer in answers),

@@ -66,9 +66,9 @@ def text_of(turns: Turns) -> str:
 def contexts(settings: Settings, one: PromptSet, length: int | None, count: int) -> list[Turns]:
     """`count` prompts, of texts evenly apart.
 
-    With a length, each is cut or filled from the left, with other texts, to about that many tokens (of a text, which
-    is divided into tokens again). Without, a text that comes again is the same prompt: its prefix
-    may be in the radix cache, on every server alike.
+    With a length, each is cut or filled from the left, with other texts, to about that many tokens (of a text,
+    which is divided into tokens again). Without, a text that comes again is the same prompt: its prefix may be in
+    the radix cache, on every server alike.
     """
     prompts = one.prompts
     chosen = [i * len(prompts) // count if count < len(prompts) else i % len(prompts) for i in range(count)]

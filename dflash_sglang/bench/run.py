@@ -36,9 +36,9 @@ def bench(options: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     try:
         measured = json.loads(path.read_text())
-        if isinstance(measured, dict) and isinstance(measured.get("figures"), list):
+        if isinstance(measured, dict) and all(isinstance(measured.get(key), list) for key in ("figures", "sets")):
             return measured
-        reason = "it has no figures"
+        reason = "it has no figures, or those of another version"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise BadSetting(f"--redraw {path}: expected a bench.json of an earlier run ({reason})")

@@ -36,6 +36,11 @@ class Measured:
     outputs: list[list[int]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
 
+    def widths(self, cell: Cell) -> dict[int, int] | None:
+        """Steps by width where our worker chooses, else None."""
+        chooses = cell in self.counted and self.served.width is None
+        return dict(self.counted[cell].by_width) if chooses else None
+
 
 def measure(settings: Settings, results: Mapping[Served, Measured], progress: Progress) -> None:
     """Fills `results`, one for each of `settings.served`; what they hold when something fails is measured.
@@ -123,7 +128,8 @@ def _rounds(
 def _outputs(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:
     asked = prompts.requests(settings, None, COMPARED_PROMPTS)
     progress.begin(f"greedy outputs of {len(asked)} prompts: {served}")
-    params = {"temperature": 0, "max_new_tokens": COMPARED_TOKENS, "ignore_eos": True}
+    new = min(COMPARED_TOKENS, settings.output)  # fits into the context
+    params = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
     outputs = [server.generate(**one, sampling_params=params)["output_ids"] for one in asked]
     progress.end(f"{sum(map(len, outputs))} tokens")
     return outputs

@@ -119,17 +119,11 @@ def ratio(figure: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 def acceptance(found: Sequence[Mapping[str, Any]]) -> str:
     """The share of the verified proposals at each position that were accepted, with all before them."""
     most = max(len(one["verified"]) for one in found)
-    shares = [
-        [f"{of / tried:.0%}" for of, tried in zip(one["accepted"], one["verified"], strict=True)] for one in found
-    ]
-    head = ["prompts", "server", *map(str, range(1, most + 1))]
-    return _rows(
-        head,
-        [
-            [one["prompts"], one["server"], *of, *[""] * (most - len(of))]
-            for one, of in zip(found, shares, strict=True)
-        ],
-    )
+    rows = []
+    for one in found:
+        shares = [f"{of / tried:.0%}" for of, tried in zip(one["accepted"], one["verified"], strict=True)]
+        rows.append([one["prompts"], one["server"], *shares, *[""] * (most - len(shares))])
+    return _rows(("prompts", "server", *map(str, range(1, most + 1))), rows)
 
 
 def step_table(step: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ def document(**changes: Any) -> dict[str, Any]:
     made = dict(versions=versions, date="today", target="T", draft="D", settings=settings, figures=figures)
     shares = dict(server="ours", verified=[8, 4, 1], accepted=[6, 1, 0])
     made |= dict(acceptance=[dict(shares, prompts="talks"), dict(shares, prompts="b", verified=[2], accepted=[1])])
-    return {**made, "incomplete": None, "skipped": [], "outputs": outputs, "profile": [], **changes}
+    return {**made, "incomplete": None, "skipped": [], "sets": [], "outputs": outputs, "profile": [], **changes}
 
 
 def test_the_table_has_a_row_for_each_server_and_load_with_ratios_of_the_same_load_and_width():

@@ -129,14 +129,14 @@ def answer(tokens: int, accept_length: float) -> SimpleNamespace:
 
 RESULT = dict(
     errors=["", ""], completed=2, output_throughput=100.0, median_tpot_ms=4.0, median_ttft_ms=30.0,
-    median_itl_ms=3.5, duration=0.41, p99_ttft_ms=50.0, p99_tpot_ms=6.0,
+    duration=0.41, p99_ttft_ms=50.0, p99_tpot_ms=6.0,
 )  # fmt: skip
 
 
 def test_an_outcome_counts_the_steps_of_the_load_and_none_of_the_warm_up():
     found = load.outcome(RESULT, [answer(8, 8.0), answer(25, 5.0), answer(16, 4.0)], speculative=True)
     # 41 tokens, of which the prefills gave two, in 5 + 4 steps
-    assert found == Outcome(100.0, 250.0, 30.0, 50.0, 4.0, 6.0, 3.5, 39 / 9, 41 / 80, 2, 41, 0.41)
+    assert found == Outcome(100.0, 250.0, 30.0, 50.0, 4.0, 6.0, 39 / 9, 41 / 80, 2, 41, 0.41)
     assert load.outcome(RESULT, [answer(8, 0.0)] * 3, speculative=False).accept_length == 1.0
     # an answer of one token has no step
     assert load.outcome(RESULT, [answer(1, 0.0), answer(9, 4.5)], speculative=True).accept_length == 8 / 2

@@ -15,14 +15,13 @@ PAIR = [word for role, path in pair_directories().items() for word in (f"--{role
 
 
 def settings_of(*options: str, gpu: bool = False, out: Path = Path("out")) -> Settings:
-    """Of the small trained pair, unless `options` begin with another one's --target."""
-    pair = [] if options[:1] == ("--target",) else PAIR
+    pair = [] if "--target" in options else PAIR
     parsed = _parser().parse_args(["bench", "--out", str(out), *options, *pair])
     return arguments.settings_of(parsed, gpu, say=lambda text: None)
 
 
 def outcome(rate: float, accept_length: float = 1.0) -> Outcome:
-    return Outcome(rate, rate / 2, 40.0, 60.0, 5.0, 8.0, 4.5, accept_length, 0.25, 4, 64, 1.0)
+    return Outcome(rate, rate / 2, 40.0, 60.0, 5.0, 8.0, accept_length, 0.25, 4, 64, 1.0)
 
 
 def rows_of(markdown: str) -> list[list[str]]:
