@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from dflash_sglang.bench.prompts import texts_of
 from dflash_sglang.bench.settings import BadSetting, PromptSet, Turns
+from dflash_sglang.checkpoint.fields import described
 
 MOST = 1024  # prompts of a data set; of a larger one, every n-th
 LINE = "a text, or an object with prompt (a text), turns (a list of texts) or messages that end with a user's"
@@ -110,9 +111,7 @@ def _rows(name: str) -> list[list[str]]:
         ) from error
     try:
         rows = datasets.load_dataset(one.path, one.config, split=one.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadSetting(
-            f"--prompts {name}: expected {one.path} from the hub or its cache ({reason}): go online, {remedy}"
-        ) from error
-    return [one.turns(rows[i]) for i in range(0, len(rows), -(-len(rows) // MOST) or 1)]
+        return [one.turns(rows[i]) for i in range(0, len(rows), -(-len(rows) // MOST) or 1)]
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        reason = f"expected {one.path} from the hub or its cache ({described(error)})"
+        raise BadSetting(f"--prompts {name}: {reason}: go online, {remedy}") from error
