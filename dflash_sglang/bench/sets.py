@@ -44,7 +44,7 @@ DATA_SETS = {
     "math500": DataSet("HuggingFaceH4/MATH-500", None, "test", _maths("problem")),
     "humaneval": DataSet("openai/openai_humaneval", None, "test", _code),
     "mbpp": DataSet("google-research-datasets/mbpp", "sanitized", "test", _code),
-    "mt_bench": DataSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
+    "mt-bench": DataSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
     "alpaca": DataSet("tatsu-lab/alpaca", None, "train", _instruction),
 }
 

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from typing import NamedTuple
 
+from dflash_sglang.broken import Window
 from dflash_sglang.demo.server import Client
 
 WIDTH_STATE = "dflash_width"
@@ -20,6 +21,12 @@ class Steps(NamedTuple):
 
     def since(self, before: Steps) -> Steps:
         return Steps(*map(operator.sub, self, before))
+
+    @property
+    def window(self) -> Window:
+        """What the acceptance alarm judges."""
+        positions = range(1, len(self.verified) + 1)
+        return Window.from_counts(*([of[at] for at in positions] for of in self[1:]))
 
     def plus(self, other: Steps) -> Steps:
         return Steps(*map(operator.add, self, other))

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.bench.steps import steps_of
 from dflash_sglang.broken import POSITIONS, Window
 from dflash_sglang.check.acceptance import acceptance
 from dflash_sglang.check.arguments import Settings, settings_of
 from dflash_sglang.check.parting import first_parting
 from dflash_sglang.check.report import draw, findings, table
-from dflash_sglang.check.servers import dflash_server, facts_of, plain_server, steps_of
+from dflash_sglang.check.servers import dflash_server, facts_of, plain_server
 from dflash_sglang.check.verdict import GOOD, Judged
 from dflash_sglang.demo.progress import Progress
 from dflash_sglang.demo.server import Client, ServerFailed

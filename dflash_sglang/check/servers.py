@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
-import operator
 import urllib.error
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dflash_sglang.bench.settings import BadSetting
-from dflash_sglang.broken import Window
+from dflash_sglang.bench.steps import WIDTH_STATE
 from dflash_sglang.check.arguments import Settings
 from dflash_sglang.check.parting import ROUNDING
 from dflash_sglang.checkpoint import read_config
@@ -28,7 +26,6 @@ NAMES = {OURS: "DFLASH", PLAIN: "plain"}
 POOL = 20_000  # tokens of a CPU server's KV pool, at least
 # Settings of a running server that the plain one is launched with, by their names in /server_info.
 COPIED = ("dtype", "quantization", "kv_cache_dtype", "tp_size", "context_length", "attention_backend", "device")
-WIDTH_STATE = "dflash_width"  # of /server_info, by this package's worker
 DTYPES = {"half": "float16", "float": "float32"}  # other names of SGLang's
 
 
@@ -40,23 +37,6 @@ class Facts:
     block: int  # tokens of the served block
     ours: bool  # whether this package's worker runs
     settings: Mapping[str, Any]  # those of COPIED that are set
-
-
-class Steps(NamedTuple):
-    """What a server did since start-up, of all ranks; empty of another worker than this package's."""
-
-    by_width: Counter[int]
-    verified: Counter[int]  # request-steps that verified the draft's proposal at position 1, 2, ...
-    accepted: Counter[int]  # request-steps that accepted it, with all before it
-
-    def since(self, before: Steps) -> Steps:
-        return Steps(*map(operator.sub, self, before))
-
-    @property
-    def window(self) -> Window:
-        """What the acceptance alarm judges."""
-        positions = range(1, len(self.verified) + 1)
-        return Window.from_counts(*([of[at] for at in positions] for of in self[1:]))
 
 
 @contextmanager
@@ -103,16 +83,6 @@ def facts_of(settings: Settings, client: Client) -> Facts:
         ours=any(WIDTH_STATE in state for state in info["internal_states"]),
         settings={name: info[name] for name in COPIED if info.get(name) is not None},
     )
-
-
-def steps_of(client: Client) -> Steps:
-    out = Steps(Counter(), Counter(), Counter())
-    for state in client.get("/server_info")["internal_states"]:
-        if WIDTH_STATE in state:
-            out.by_width.update({int(width): steps for width, steps in state[WIDTH_STATE]["steps"].items()})
-            for counted, name in ((out.verified, "verified_drafts"), (out.accepted, "accepted_drafts")):
-                counted.update(dict(enumerate(state["dflash_acceptance"][name], start=1)))
-    return out
 
 
 def _auto_dtype(target: str) -> str:

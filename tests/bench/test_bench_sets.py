@@ -98,7 +98,7 @@ def test_a_data_set_is_loaded_by_name_or_says_what_is_missing(monkeypatch, capsy
 
     def load_dataset(*where, split):
         asked.append((*where, split))
-        return [{**row, "prompt": ["a", "b"]}] * 2500 if "mt_bench" in where[0] else [row]
+        return [{**row, "prompt": ["a", "b"]}] * 2500 if "mt_bench_prompts" in where[0] else [row]
 
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -106,7 +106,7 @@ def test_a_data_set_is_loaded_by_name_or_says_what_is_missing(monkeypatch, capsy
             for name in sets.DATA_SETS}  # fmt: skip
     assert asked[0] == ("openai/gsm8k", "main", "test")
     assert (
-        said["mt_bench"] == [["a", "b"]] * 834 and said["alpaca"] == [["i"]] and said["humaneval"] == said["mbpp"]
+        said["mt-bench"] == [["a", "b"]] * 834 and said["alpaca"] == [["i"]] and said["humaneval"] == said["mbpp"]
     )
     assert said["gsm8k"][0][0].startswith("q\nPlease reason") and said["math500"][0][0].endswith("\\boxed{}.")
     assert said["mbpp"][0][0].endswith("passes the tests:\n```python\np\n```")

@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
-OTHERS = {"bench.json", "config.json", "grafana.json"}  # that documents name
+OTHERS = {"bench.json", "config.json", "grafana.json", "training.json"}  # that documents name
 GOAL = re.compile(r"\b([\d.]+) \(goal ([\d.]+)\)")
 
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from dflash_sglang.bench import checkpoints
 from dflash_sglang.bench.settings import BadSetting
+from dflash_sglang.bench.steps import steps_of
 from dflash_sglang.broken import Window
 from dflash_sglang.check import arguments, prompts
 from dflash_sglang.check.acceptance import Acceptance, acceptance
 from dflash_sglang.check.arguments import Settings, divided, settings_of
 from dflash_sglang.check.parting import ROUNDING, Parting, first_difference, first_parting
 from dflash_sglang.check.report import draw, findings, table
-from dflash_sglang.check.servers import Facts, steps_of
+from dflash_sglang.check.servers import Facts
 from dflash_sglang.check.verdict import Baseline, Judged, packaged_baseline, read_baseline
 from dflash_sglang.cli import _parser, main
 from dflash_sglang.demo.server import free_port
