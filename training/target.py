@@ -1,4 +1,4 @@
-"""Batched operations of the small pair's target: residual stream, loss, and generation in bulk."""
+"""Batched operations of the small pair's target: loss, and generation in bulk."""
 
 from __future__ import annotations
 
@@ -16,18 +16,6 @@ from training.modeling import rotate
 THETA = 10000.0
 
 
-def residuals(model: Qwen3ForCausalLM, ids: Tensor) -> list[Tensor]:
-    """ids: [N, T] -> the residual stream after every layer, before the final norm, [N, T, hidden] each."""
-    body: Any = model.model
-    h = body.embed_tokens(ids)
-    rope = body.rotary_emb(h, torch.arange(ids.shape[1], device=ids.device)[None])
-    out = []
-    for layer in body.layers:
-        h = layer(h, attention_mask=None, position_embeddings=rope)
-        out.append(h)
-    return out
-
-
 def logits_of(model: Qwen3ForCausalLM, residual: Tensor) -> Tensor:
     """The head's logits, float32, [..., vocab]."""
     return model.lm_head(model.model.norm(residual)).float()
@@ -35,7 +23,7 @@ def logits_of(model: Qwen3ForCausalLM, residual: Tensor) -> Tensor:
 
 def language_loss(model: Qwen3ForCausalLM, ids: Tensor) -> Tensor:
     """Mean next-token cross entropy in nats. ids: [N, T + 1]."""
-    logits = logits_of(model, residuals(model, ids[:, :-1])[-1])
+    logits = model(ids[:, :-1], use_cache=False).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
