@@ -69,7 +69,7 @@ OF_SEVEN = f"\n  block: {drafts.ROWS + 1} (trained {drafts.ROWS + 1})\n"
 MARKOV = "\n  proposals_from: the anchor's row\n  markov_head: rank 32\n  proposals: drawn"
 FAMILIES: dict[str, Family] = {
     "speculators DFlash2": Family(
-        lambda directory: drafts.dflash2_draft(directory, speculators=True), (SELECTED,), use=1.5, often=0.1
+        lambda directory: drafts.dflash2_draft(directory, speculators=True), (SELECTED,), use=1.5, often=0.04
     ),
     "Domino, shifted": Family(
         lambda directory: drafts.domino_draft(directory, shifted=True),
@@ -83,19 +83,19 @@ FAMILIES: dict[str, Family] = {
         ranks=1,
         use=1.5,
         lengths=8,
-        often=0.1,
+        often=0.04,
     ),
-    "DSpark": Family(drafts.dspark_draft, (OF_SEVEN, MARKOV), ranks=1, often=0.1),
+    "DSpark": Family(drafts.dspark_draft, (OF_SEVEN, MARKOV), ranks=1, often=0.04),
     "speculators DSpark, rnn": Family(
         lambda directory: drafts.dspark_draft(directory, "rnn", speculators=True),
         (OF_SEVEN, "\n  markov_head: rnn, rank 32\n"),
-        often=0.1,
+        often=0.04,
     ),
     "speculators DSpark": Family(
-        lambda directory: drafts.dspark_draft(directory, REDUCED, speculators=True), (OF_SEVEN, MARKOV), often=0.1
+        lambda directory: drafts.dspark_draft(directory, REDUCED, speculators=True), (OF_SEVEN, MARKOV), often=0.04
     ),
     "DSpark of Gemma 4's layers": Family(
-        drafts.gemma4_draft, ("draft: Gemma4DSparkModel (2 layers)", OF_SEVEN), often=0.1
+        drafts.gemma4_draft, ("draft: Gemma4DSparkModel (2 layers)", OF_SEVEN), often=0.04
     ),
     "Gemma norms and swigluoai": Family(drafts.gemma_norms_and_swigluoai, (), use=1.5),
     "Laguna": Family(drafts.laguna, (), use=1.5),
@@ -234,7 +234,7 @@ def draws(server: Server) -> list[dict[str, Any]]:
 
 
 def assert_distributed(
-    server: Server, sampled: list[dict[str, Any]], distribution: dict[tuple[int, ...], float], often: float = 0.1
+    server: Server, sampled: list[dict[str, Any]], distribution: dict[tuple[int, ...], float], often: float = 0.04
 ) -> None:
     """By chi-square at 0.001, which one sample in a thousand fails by chance: then another one decides. Walks are
     accepted in part, and at least this `often`."""
