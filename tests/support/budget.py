@@ -25,7 +25,7 @@ HEAD = """# What each part of this repository may weigh: lines of Python, words 
 # `python -m tests.support.budget` prints what is near its limit, `--lower` lowers limits to today's values.
 """
 APART = ("bench", "demo", "pair")  # folders of the package that its total leaves out
-ROUNDED = {"counts": 1, "words": 100}  # up to a multiple, lines to one of 10
+ROUNDED = {"counts": 1, "words": 100}  # up to a multiple
 
 Weights = dict[str, dict[str, int]]  # by table and row
 
@@ -61,15 +61,17 @@ def weights(root: Path = ROOT) -> Weights:
     }
 
 
-def faults(found: Weights, limits: Weights) -> list[str]:
-    """A line for each row above its limit, without one, or gone."""
+def faults(
+    found: Weights, limits: Weights, file: str = FILE.name, command: str = "tests.support.budget"
+) -> list[str]:
+    """A line for each row above its limit in the file, without one, or gone. command: lowers the limits."""
     out = []
     for table in sorted({*found, *limits}):
         now, allowed = found.get(table, {}), limits.get(table, {})
         for row in sorted({*now, *allowed}):
-            name = f"{FILE.name}: {table}, {row!r}"
+            name = f"{file}: {table}, {row!r}"
             if row not in now:
-                out.append(f"{name} is gone: python -m tests.support.budget --lower takes its limit out")
+                out.append(f"{name} is gone: python -m {command} --lower takes its limit out")
             elif row not in allowed:
                 out.append(f"{name} = {now[row]} has no limit: give it one in a commit that says why")
             elif now[row] > allowed[row]:
@@ -89,9 +91,11 @@ def nearest(found: Weights, limits: Weights) -> list[str]:
     return [line for _, line in sorted(rows)]
 
 
-def lowered(found: Weights, limits: Weights) -> Weights:
+def lowered(found: Weights, limits: Weights, multiple: int = 10) -> Weights:
+    """multiple: that limits are rounded up to, where `ROUNDED` has no other."""
+
     def limit(table: str, row: str, allowed: int) -> int:
-        step = ROUNDED.get(table, 10)
+        step = ROUNDED.get(table, multiple)
         return min(allowed, -(-found[table][row] // step) * step)
 
     return {
@@ -105,12 +109,12 @@ def read() -> Weights:
     return tomllib.loads(FILE.read_text())
 
 
-def text(limits: Weights) -> str:
+def text(limits: Weights, head: str = HEAD) -> str:
     tables = [
         f"\n[{table}]\n" + "".join(f'"{row}" = {allowed}\n' for row, allowed in of.items())
         for table, of in limits.items()
     ]
-    return HEAD + "".join(tables)
+    return head + "".join(tables)
 
 
 def main() -> int:

@@ -32,6 +32,7 @@ POINTS = {
     "kind": "width.decider:Chooser.choose",
     "step times": "width.step_times:StepTimes._filled",
     "chains pay": "width.requests:Chains.pay",
+    "shape": "width.policy:WidthPolicy.choose",
     # ... and does, when its shape is known.
     "step": "worker:DFlashWorker._step",
     "window": "drafting.window:DraftWindow.cut",

@@ -165,9 +165,9 @@ class _Recorder(TorchDispatchMode):
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
         if self._muted:
             return
-        if event == "call" and _is_ours(frame):
+        if event == "call" and is_ours(frame):
             self.work.calls[frame.f_code.co_qualname] += 1
-        elif event == "c_call" and getattr(argument, "__qualname__", "") in WAITING_METHODS and _is_ours(frame):
+        elif event == "c_call" and getattr(argument, "__qualname__", "") in WAITING_METHODS and is_ours(frame):
             self.work.waits.append(f"{_place(frame)}: {argument.__qualname__}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,21 +213,21 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
     return name in WAITING_OPERATORS
 
 
-def _is_ours(frame: FrameType) -> bool:
+def is_ours(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     return path.startswith(PACKAGE) and not path.startswith(CPU_PLATFORM)
 
 
 def _place(frame: FrameType) -> str | None:
     """The function of this package that the frame runs, if any."""
-    return frame.f_code.co_qualname.split(".<locals>")[0] if _is_ours(frame) else None
+    return frame.f_code.co_qualname.split(".<locals>")[0] if is_ours(frame) else None
 
 
 def _caller() -> str | None:
     """The function of this package that is nearest on the stack, where SGLang's code is not nearer."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_ours(frame):
+        if is_ours(frame):
             return _place(frame)
         if "/sglang/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(CPU_PLATFORM):
             return None
