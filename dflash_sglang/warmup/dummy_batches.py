@@ -3,6 +3,7 @@ and say how long a step takes."""
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -107,16 +108,19 @@ class Rehearsal:
         with torch.no_grad(), self._contexts(requests, context):
             self._decode(self._decoding(requests, context, sampling), shape)
 
-    def seconds(self, requests: int, context: int, shape: Shape) -> float:
-        """Of a greedy step of so many requests with `context` tokens each, which verifies this shape; one before
-        it is not timed."""
+    def seconds(self, requests: int, context: int, shape: Shape) -> tuple[float, float]:
+        """Of a greedy step of so many requests with `context` tokens each, which verifies this shape: of the
+        device, and of the host that launches it where that is a GPU. One before it is not timed."""
         assert self._decode is not None
         with torch.no_grad(), self._contexts(requests, context):
             batch = self._decoding(requests, context, GREEDY)
+            begin = time.perf_counter()
             self._decode(copy(batch), shape)
-            start = self._clock.mark()
+            self._clock.delay(2 * (time.perf_counter() - begin))
+            start, begin = self._clock.mark(), time.perf_counter()
             self._decode(copy(batch), shape)
-            return self._clock.seconds(start, self._clock.mark())
+            host = time.perf_counter() - begin
+            return self._clock.seconds(start, self._clock.mark()), host if self._clock.on_gpu else 0.0
 
     @contextmanager
     def _contexts(self, requests: int, context: int) -> Iterator[None]:

@@ -58,45 +58,46 @@ class Confidence:
         return (accepted + PRIOR * MIDDLES) / (verified + PRIOR)
 
     def observe(self, logprobs: np.ndarray, accepted: np.ndarray, lens: np.ndarray | None) -> np.ndarray:
-        """A verified step of chains: logprobs [n, steps] of its proposals, how many were accepted [n], of how many
-        tokens [n], or all. Returns the chance [n, steps] of each, with all before it."""
-        said = np.exp(logprobs.cumsum(axis=1))
+        """Verified steps of chains, k of n requests: logprobs [k, n, steps] of their proposals, how many were
+        accepted [k, n], of how many tokens [k, n], or all. Returns the chance [k, n, steps] of each, with all
+        before it."""
+        said = np.exp(logprobs.cumsum(axis=-1))
         bins = self._drafted(said)
-        position = np.arange(said.shape[1])
+        position = np.arange(said.shape[-1])
         allowed = said > 0.0
-        tried = allowed if lens is None else allowed & (position < lens[:, None] - 1)
-        came_true = tried & (position < accepted[:, None])
+        tried = allowed if lens is None else allowed & (position < lens[..., None] - 1)
+        came_true = tried & (position < accepted[..., None])
         flat = bins.ravel()
         told = np.array([np.bincount(flat, of.ravel(), BINS) for of in (tried, said * tried, came_true)])
         self.told += told
-        most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * told[0])
+        most = np.maximum(KEPT_PROPOSALS, KEPT_OF_STEP * told[0] / len(said))
         self._kept += told[::2]
         self._kept *= most / np.maximum(self._kept[0], most)
         return self.truth[bins] * allowed
 
     def observe_trees(self, logprobs: np.ndarray, mass: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """A verified step of trees: logprobs [n, steps] of the likeliest tokens, mass [n, nodes] of each node the
-        log-probability with those above it, the root's first, and how many were accepted [n]. Returns what
-        `observe` does, of the chain."""
-        said = np.exp(logprobs.cumsum(axis=1))
+        """Verified steps of trees, k of n requests: logprobs [k, n, steps] of the likeliest tokens, mass
+        [k, n, nodes] of each node the log-probability with those above it, the root's first, and how many were
+        accepted [k, n]. Returns what `observe` does, of the chain."""
+        said = np.exp(logprobs.cumsum(axis=-1))
         chances = self.truth[self._drafted(said)]
-        chain, grown = said.sum(), np.exp(mass[:, 1:]).cumsum(axis=1).sum(axis=0)
+        chain, grown = said.sum(), np.exp(mass[..., 1:]).cumsum(axis=-1).sum(axis=(0, 1))
         for nodes, sums in self._grown.items():
-            if nodes <= mass.shape[1]:
-                _remember(sums, np.array([grown[nodes - 2], chain]), GROWN_KEPT)
+            if nodes <= mass.shape[-1]:
+                _remember(sums, np.array([grown[nodes - 2], chain]), GROWN_KEPT, len(said))
         promised = chances.sum() * grown[-1] / max(chain, 1e-9)
-        _remember(self._of_trees, np.array([accepted.sum(), promised]), TREE_KEPT)
+        _remember(self._of_trees, np.array([accepted.sum(), promised]), TREE_KEPT, len(said))
         return chances
 
     def _drafted(self, said: np.ndarray) -> np.ndarray:
-        """Counts chances [n, steps] by position. Returns the bin of each."""
-        self.observed += 1
-        n, steps = said.shape
+        """Counts chances [k, n, steps] by position. Returns the bin of each."""
+        k, n, steps = said.shape
+        self.observed += k
         bins = _bins(said)
         places = (np.arange(steps) * BINS + bins).ravel()
-        counts = np.bincount(places, minlength=steps * BINS).reshape(steps, BINS) / n
-        self._requests[:steps] = np.minimum(self._requests[:steps] + n, KEPT_STEPS * n)
-        self._counts[:steps] += (counts - self._counts[:steps]) * (n / self._requests[:steps, None])
+        counts = np.bincount(places, minlength=steps * BINS).reshape(steps, BINS) / (k * n)
+        self._requests[:steps] = np.minimum(self._requests[:steps] + k * n, KEPT_STEPS * n)
+        self._counts[:steps] += (counts - self._counts[:steps]) * (k * n / self._requests[:steps, None])
         return bins
 
     def shares(self, widths: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -121,10 +122,10 @@ class Confidence:
         return {"from": least, "verified": verified, "expected": expected, "accepted": accepted}
 
 
-def _remember(sums: np.ndarray, more: np.ndarray, kept: float) -> None:
-    """sums [2]: the last one is what is remembered, up to `kept` or eight times what a step adds."""
+def _remember(sums: np.ndarray, more: np.ndarray, kept: float, steps: int) -> None:
+    """sums [2]: the last one is what is remembered, up to `kept` or eight times what each of the steps adds."""
     sums += more
-    most = max(kept, KEPT_OF_STEP * float(more[-1]))
+    most = max(kept, KEPT_OF_STEP * float(more[-1]) / steps)
     sums *= min(most / float(sums[-1]), 1.0)
 
 

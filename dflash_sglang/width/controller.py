@@ -6,6 +6,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,33 +24,37 @@ if TYPE_CHECKING:
     from dflash_sglang.verify.step_clock import StepClock
     from dflash_sglang.verify.step_result import StepResult
     from dflash_sglang.width.decider import Decision
-    from dflash_sglang.width.policy import Step, WidthPolicy
+    from dflash_sglang.width.policy import Stretch, WidthPolicy
     from dflash_sglang.width.runtime_states import RuntimeStates
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0  # between two lines about changes of the width
 NOTHING_EXCLUDED = Excluded()
+NO_SLOTS = np.zeros(0, np.int64)
 MOST_IN_FLIGHT = 8  # steps that were launched and did not come back; overlap scheduling has at most two
 
 
-class _Chosen(NamedTuple):
-    """A decode step whose result is to come."""
+class _Current(NamedTuple):
+    """The stretch that steps belong to now."""
 
-    step: Step
-    most: np.ndarray  # [n] tokens that it may commit of each request
-    context_tokens: int  # of its requests together
+    stretch: Stretch
+    most: np.ndarray  # [n] tokens that a step may commit of each request
+    context_tokens: int  # of its requests together, at its start
     whole: str | None  # why it had to have the width of each request, or no trees
     reqs: Sequence[Req]  # at least its requests, in their order
-    start: Any  # end of the step before, as a `StepClock.mark`; None if none of its requests is in this one
+    as_block: bool  # each of its steps verifies a block's proposals of each request
+    marks: list[Any]  # of a `StepClock`: the end of the step before, None if unknown, and of each of its steps
+    waited: list[bool]  # of its steps, whether the device waited for the host
 
 
-class _Launched(NamedTuple):
-    """The same when it was launched."""
+class _Launched:
+    """A step whose result is to come."""
 
-    chosen: _Chosen
-    result: StepResult
-    end: Any
+    __slots__ = "last", "of", "result"
+
+    def __init__(self, of: _Current, result: StepResult) -> None:
+        self.of, self.result, self.last = of, result, False  # the last one of its stretch
 
     def has(self, accepted: list[int]) -> bool:
         """Whether SGLang took this list of accepted proposals from the step's result."""
@@ -58,8 +64,8 @@ class _Launched(NamedTuple):
 class WidthController:
     """Asks the policy before each decode step and tells it of the results, which overlap scheduling has later.
 
-    A step takes as long as it is from the end of the step before to its own. Prefills in between count, if a
-    request of the step before waited for them. The time of any other step is unknown.
+    A step takes as long as it is from the end of the step before to its own; unknown where requests came in
+    between. Of a stretch the median counts.
     """
 
     def __init__(
@@ -75,60 +81,85 @@ class WidthController:
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
         self.learns, self.choices = policy.learns, policy.widths  # see `WidthPolicy`
         self._observer = observer
-        self._chosen: _Chosen | None = None  # the latest step with requests
+        self._current: _Current | None = None
         self._launched: deque[_Launched] = deque()
-        self._last_end: Any = None  # of the latest step, unless a step of other ranks came after it
-        self._new: set[int] = set()  # slots of requests that were admitted since
+        self._mark: Any = None  # end of the latest step, unless something else came after it
         self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
-        self._policy.prefill(sum(batch.extend_lens or ()))
+        self._policy.prefill()
         self._states.use_widest()
         self.admit(batch)
 
     def admit(self, batch: ScheduleBatch) -> None:
-        """New requests of a batch take their slots. Those that another server has prefilled cost no step."""
+        """New requests of a batch take their slots, which this server or another has prefilled."""
+        self._end()
+        self._mark = None
         slots, least, most = new_requests(batch, self._policy.requests.longest)
         if len(slots):
-            self._new.update(slots.tolist())
             self._policy.admit(slots, most.tolist(), least.tolist())
             self._limit(slots, most)
 
     def next(self, batch: ScheduleBatch, excluded: Excluded = NOTHING_EXCLUDED) -> Decision:
         """The width of a decode step of this batch, or of other ranks' where it is empty."""
-        policy, requests = self._policy, len(batch.reqs)
-        if not requests:  # it has no result
-            step = policy.choose(np.zeros(0, np.int64), 0, not excluded.ragged, not excluded.trees, 0)
-            policy.verified(step, [])
-            self._last_end = None
-        else:
-            slots, context = batch.req_pool_indices_cpu.numpy(), batch.spec_info.committed_sum
-            longest = batch.spec_info.chain if policy.chains and not excluded.copies else 0
-            step = policy.choose(slots, context, not excluded.ragged, not excluded.trees, longest)
-            if self._new.issuperset(slots.tolist()):
-                self._last_end = None
-            whole = excluded.ragged
-            if whole is None and policy.budgets and policy.requests.floor(slots) > PLAIN:
-                whole = "min_width"
-            if whole is None and requests <= policy.most_trees:
-                whole = excluded.trees
-            most = policy.requests.most(slots)
-            self._chosen = _Chosen(step, most, context, whole, batch.reqs, self._last_end)
-        self._new.clear()
-        self._states.use(step.decision.shape)
-        if self._speaks and not step.decision.probe:
-            self._log_change(step.decision, requests)
-        return step.decision
+        policy, info = self._policy, batch.spec_info
+        if not batch.reqs:  # it has no result
+            stretch = policy.choose(NO_SLOTS, 0, not excluded.ragged, not excluded.trees, 0)
+            self._end()
+            self._mark = None
+            self._states.use(stretch.decision.shape)
+            return stretch.decision
+        slots = batch.req_pool_indices_cpu.numpy()
+        longest = info.chain if policy.chains and not excluded.copies else 0
+        stretch = policy.choose(slots, info.committed_sum, not excluded.ragged, not excluded.trees, longest)
+        if self._current is None or stretch is not self._current.stretch:
+            self._begin(stretch, batch, excluded)
+        return stretch.decision
+
+    def _begin(self, stretch: Stretch, batch: ScheduleBatch, excluded: Excluded) -> None:
+        """The next step is the first of this stretch."""
+        policy, slots, requests = self._policy, stretch.slots, len(stretch.slots)
+        self._end()
+        whole = excluded.ragged
+        if whole is None and policy.budgets and policy.requests.floor(slots) > PLAIN:
+            whole = "min_width"
+        if whole is None and requests <= policy.most_trees:
+            whole = excluded.trees
+        context, most = batch.spec_info.committed_sum, policy.requests.most(slots)
+        shape, block = stretch.decision.shape, self._observer.block
+        as_block = shape.budget is None and (shape.chain or shape.width) == block <= int(most.min())
+        self._current = _Current(stretch, most, context, whole, batch.reqs, as_block, [self._mark], [])
+        self._states.use(shape)
+        if self._speaks and not stretch.decision.probe:
+            self._log_change(stretch.decision, requests)
+
+    def _end(self) -> None:
+        """The latest step was the last of its stretch."""
+        current, self._current = self._current, None
+        if current is not None and self._launched and self._launched[-1].of is current:
+            self._launched[-1].last = True
+        elif current is not None:
+            self._time(current)
+
+    def _time(self, of: _Current) -> None:
+        """All results of a stretch are there."""
+        ends = of.marks if of.marks[0] is not None else of.marks[1:]
+        seconds = [self._clock.seconds(start, end) for start, end in pairwise(ends)]
+        if seconds:
+            self._policy.timed(of.stretch, median(seconds), len(seconds), 2 * sum(of.waited) > len(of.waited))
 
     def returned(self, result: StepResult) -> None:
         """The step that `next` was asked for last has been launched."""
-        assert self._chosen is not None
-        if len(self._launched) == MOST_IN_FLIGHT:
-            self._launched.popleft()
-            self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
-        self._last_end = self._clock.mark()
-        self._launched.append(_Launched(self._chosen, result, self._last_end))
+        assert self._current is not None
+        self._mark = self._clock.mark()
+        self._current.marks.append(self._mark)
+        if self._launched:
+            self._current.waited.append(self._clock.waited(self._launched[-1].result.copy_done))
+            if len(self._launched) == MOST_IN_FLIGHT:
+                self._launched.popleft()
+                self._policy.leave_out(f"{MOST_IN_FLIGHT} steps were launched and none came back")
+        self._launched.append(_Launched(self._current, result))
 
     def verified(self, accepted: list[int]) -> None:
         """A step with requests came back: accepted [n] proposals, the list itself that its result has. Steps
@@ -138,19 +169,19 @@ class WidthController:
             return
         while not (done := self._launched.popleft()).has(accepted):
             self._policy.leave_out("a step came back before the one that was launched before it")
-        chosen, of = done.chosen, done.result
-        seconds = None if chosen.start is None else self._clock.seconds(chosen.start, done.end)
-        drafted = of.logprobs, of.verified_lens, of.mass, of.promised
-        logprobs, lens, mass, promised = (None if of is None else of.numpy() for of in drafted)
-        self._policy.verified(chosen.step, accepted, seconds, logprobs, lens, mass, promised)
-        if len(accepted) == len(chosen.most):  # else the policy has left it out
-            width, _, nodes, chain = chosen.step.decision.shape
+        of, result = done.of, done.result
+        drafted = result.logprobs, result.verified_lens, result.mass, result.promised
+        logprobs, lens, mass, promised = (None if part is None else part.numpy() for part in drafted)
+        self._policy.verified(of.stretch, accepted, logprobs, lens, mass, promised)
+        if done.last:
+            self._time(of)
+        if len(accepted) == len(of.most):  # else the policy has left it out
+            width, _, nodes, chain = of.stretch.decision.shape
             copied = None if promised is None else promised > 0
-            step = DoneStep(width, accepted, chosen.most, lens, chosen.whole, nodes, chain, copied)
-            self._observer.verified(step, chosen.context_tokens)
-            more = step.proposals - (self._observer.block - 1)
-            if more.any():
-                _count_proposals(chosen.reqs, more.tolist())
+            step = DoneStep(width, accepted, of.most, lens, of.whole, nodes, chain, copied)
+            self._observer.verified(step, of.context_tokens)
+            if not of.as_block:
+                _count_proposals(of.reqs, (step.proposals - (self._observer.block - 1)).tolist())
 
     def _log_change(self, decision: Decision, requests: int) -> None:
         """One line if the shape has changed, not more often than every `LOG_SECONDS`."""

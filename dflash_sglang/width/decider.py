@@ -1,5 +1,5 @@
-"""The decision of one step: what the rank that decides knows, and how it decides: the kind with the most committed
-tokens per second in the long run, hysteresis, and probes."""
+"""The decision of the next steps, on the rank that decides: the kind with the most committed tokens per second in
+the long run, hysteresis, and probes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REASONS = ("start", "hold", "probe", "load", "gain", "limit", "copy")
 
 
 class Decision(NamedTuple):
-    """One step's kind, and what is expected of it; the same on all ranks.
+    """The kind of steps, and what is expected of each; the same on all ranks.
 
     `width`: of the draft's blocks. `verify_budget`: tokens that a ragged step verifies of all requests together,
     else None. `tree_nodes`: of each request's tree, else None. `chain`: rows of each request's chain where these
@@ -87,13 +87,12 @@ class Load(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the decider keeps of a step until its time is known."""
+    """What the decider keeps of steps until their time is known, as `StepTimes.observe` has it."""
 
     bucket: int
     kind: int  # an index
     context_tokens: float
-    more: float  # seconds by the table that a ragged step's tokens add
-    prefilled: int | None  # tokens that were prefilled before it; None: nothing was
+    more: float
 
 
 class Choice(NamedTuple):
@@ -125,10 +124,15 @@ class Chooser:
         self._earned = [0.0] * kinds
 
     def choose(
-        self, bucket: int, allowed: Sequence[int], committed: Mapping[int, float], seconds: Mapping[int, float]
+        self,
+        bucket: int,
+        allowed: Sequence[int],
+        committed: Mapping[int, float],
+        seconds: Mapping[int, float],
+        steps: int = 1,
     ) -> Choice:
         """allowed: indices of one kind or more, the only ones looked at of `committed` and `seconds`, which a
-        step of every kind is expected to commit and to take."""
+        step of every kind is expected to commit and to take. steps: since the call before."""
         rates = {kind: committed[kind] / seconds[kind] for kind in allowed}
         best = max(allowed, key=rates.__getitem__)
         reason = self._reason((bucket, tuple(allowed)), best, rates)
@@ -136,7 +140,7 @@ class Chooser:
         if reason != "hold" or self._held is None:
             self._held = best
             return Choice(best, reason)
-        probe = self._probe(self._held, rates, committed, seconds)
+        probe = self._probe(self._held, rates, committed, seconds, steps)
         return Choice(self._held, reason) if probe is None else Choice(probe, "probe")
 
     def _reason(self, situation: tuple[int, tuple[int, ...]], best: int, rates: dict[int, float]) -> str:
@@ -151,12 +155,17 @@ class Chooser:
         return "gain" if rates[best] > rates[self._held] * (1.0 + MARGIN) else "hold"
 
     def _probe(
-        self, held: int, rates: dict[int, float], committed: Mapping[int, float], seconds: Mapping[int, float]
+        self,
+        held: int,
+        rates: dict[int, float],
+        committed: Mapping[int, float],
+        seconds: Mapping[int, float],
+        steps: int,
     ) -> int | None:
         """The kind to try in this step, if one has earned it."""
         if len(rates) == 1 or not PROBE_BUDGET:
             return None
-        part = PROBE_BUDGET * seconds[held] / (len(rates) - 1)
+        part = steps * PROBE_BUDGET * seconds[held] / (len(rates) - 1)
         chosen, cost = None, 0.0
         for kind in rates:
             if kind == held:
@@ -184,8 +193,11 @@ class Decider:
         self._chooser = Chooser(len(kinds))
         self._width = self._widths[-1]  # of the latest decision that was no probe
 
-    def decide(self, load: Load, options: Options, ragged: bool, trees: bool) -> tuple[Decision, Plan | None]:
-        """options: of so many requests. ragged, trees: whether the step may be."""
+    def decide(
+        self, load: Load, options: Options, ragged: bool, trees: bool, steps: int, after_prefill: bool
+    ) -> tuple[Decision, Plan | None]:
+        """options: of so many requests. ragged, trees: whether the steps may be. steps: since the decision
+        before."""
         if not load.requests:
             return Decision(self._width), None
         times, context = self.step_times, load.context_tokens
@@ -194,16 +206,18 @@ class Decider:
         # What a ragged step's tokens add to it by the table.
         more = np.where(options.budget > 0, times.added(bucket, options.budget), 0.0)
         base, factors = times.seconds(bucket, context), times.factors(bucket)
-        seconds = base[options.kind] + more * factors[options.kind]
-        added = times.of_kind(0, 0, 0.0)
-        spent = seconds + self.interruptions.once(added) * self.interruptions.share(committed)
+        seconds = np.maximum(base[options.kind] + more * factors[options.kind], times.host()[options.kind])
+        # A prefill takes a pass over the target's weights at least.
+        spent = seconds + times.of_kind(0, 0, 0.0) * self.interruptions.share(committed)
         rates = committed / spent
         best = self._best(options, rates)
         of_best = list(best.values())
         choice = self._chooser.choose(
             bucket,
             [kind for kind in self._allowed(load, ragged, trees) if kind in best],
-            *(dict(zip(best, of[of_best].tolist(), strict=True)) for of in (committed, spent)),
+            dict(zip(best, committed[of_best].tolist(), strict=True)),
+            dict(zip(best, spent[of_best].tolist(), strict=True)),
+            steps,
         )
         kind, at = self.kinds[choice.kind], best[choice.kind]
         if choice.reason != "probe":
@@ -219,8 +233,8 @@ class Decider:
             float(rates[at] / rates[0]),
             float(rates[at] / rates[self._block]),
         )
-        prefilled = self.interruptions.step(float(committed[at]))
-        return decision, Plan(bucket, choice.kind, context, float(more[at]), prefilled)
+        self.interruptions.step(float(committed[at]), after_prefill, steps)
+        return decision, Plan(bucket, choice.kind, context, float(more[at]))
 
     def _best(self, options: Options, rates: np.ndarray) -> dict[int, int]:
         """Of every kind that the batch could have, the option with the highest rate."""
@@ -240,12 +254,3 @@ class Decider:
             if may and kind.width <= load.limit:
                 allowed.append(index)
         return allowed
-
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """A step took so long, with what was prefilled before it."""
-        times, (bucket, kind, context, more, prefilled) = self.step_times, plan
-        if prefilled is None:
-            times.observe(bucket, kind, context, seconds, more)
-        else:
-            added = seconds - times.of_kind(bucket, kind, context, more)
-            self.interruptions.observe(prefilled, added, times.of_kind(0, 0, 0.0))

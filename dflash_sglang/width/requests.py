@@ -70,16 +70,18 @@ class Requests:
         return self._since.take(slots) <= step
 
     def observe(self, slots: np.ndarray, chances: np.ndarray) -> None:
-        """chances [n, steps]: of the proposals drafted for these requests, each with all before it; one or more.
+        """chances [k, n, steps]: of the proposals drafted in k steps of these requests, each with all before it;
+        one or more.
 
         Positions beyond those that were drafted keep their chance given the ones before."""
-        seen = np.minimum(self._seen.take(slots) + 1.0, KEPT)
+        k, chances = len(chances), chances.mean(axis=0)
+        seen = np.minimum(self._seen.take(slots) + k, KEPT)
         self._seen[slots] = seen
-        self._chance[slots] = _moved(self._chance[slots], chances, (1.0 / (seen + NEW))[:, None])
+        self._chance[slots] = _moved(self._chance[slots], chances, (k / (seen + NEW))[:, None])
         free = self.most(slots) >= self.block
         if n := int(free.sum()):
-            self._averaged = min(self._averaged + n, KEPT * n)
-            self._usual = _moved(self._usual[None], chances[free].sum(axis=0) / n, n / self._averaged)[0]
+            self._averaged = min(self._averaged + k * n, KEPT * n)
+            self._usual = _moved(self._usual[None], chances[free].sum(axis=0) / n, k * n / self._averaged)[0]
 
     def steps_needed(
         self, slots: np.ndarray, held: tuple[int, float], widths: np.ndarray, shares: np.ndarray
@@ -135,13 +137,14 @@ class Chains:
         return bool(beyond > CHAIN_PRICE * within)
 
     def observe(self, slots: np.ndarray, shape: Shape, accepted: np.ndarray, promised: np.ndarray) -> None:
-        """A step of this shape came back, with requests [n] of which so many proposals were accepted. promised
-        [n]: see `Proposals`."""
+        """Steps of this shape came back, k of n requests, of which so many proposals [k, n] were accepted.
+        promised [k, n]: see `Proposals`."""
         beyond = np.maximum(accepted + 1.0 - self._block, 0.0)
         if shape.chain is None and promised.any():
-            further = promised[:, None] ** np.arange(1, self.longest - self._block + 1)
-            beyond = np.where(accepted == shape.width - 1, further.sum(axis=1), 0.0)
-        seen = np.stack([np.minimum(accepted + 1, self._block), beyond], axis=1)
-        self._tokens[slots] += (1 - CHAINS_KEPT) * (seen - self._tokens[slots])
-        for of_request in seen:
-            self._usual += (1 - CHAINS_KEPT_OF_ALL) * (of_request - self._usual)
+            further = promised[..., None] ** np.arange(1, self.longest - self._block + 1)
+            beyond = np.where(accepted == shape.width - 1, further.sum(axis=-1), 0.0)
+        seen = np.stack([np.minimum(accepted + 1, self._block), beyond], axis=-1)  # [k, n, 2]
+        weights = (1 - CHAINS_KEPT) * CHAINS_KEPT ** np.arange(len(seen))[::-1]
+        self._tokens[slots] *= CHAINS_KEPT ** len(seen)
+        self._tokens[slots] += np.tensordot(weights, seen, 1)
+        self._usual += (1 - CHAINS_KEPT_OF_ALL**accepted.size) * (seen.mean(axis=(0, 1)) - self._usual)

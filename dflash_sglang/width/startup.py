@@ -319,8 +319,8 @@ def _rehearse(
         if elapsed[0] > MOST_SECONDS and (requests > cells[0][0] or cell in measured):
             continue
         each = min(max(context // requests, 1), rehearsal.longest)
-        seconds = rehearsal.seconds(requests, each, Shape(kind.width, budget, kind.nodes))
-        samples.append(Sample(requests, kind, requests * each, seconds))
+        seconds, host = rehearsal.seconds(requests, each, Shape(kind.width, budget, kind.nodes))
+        samples.append(Sample(requests, kind, requests * each, seconds, host))
         measured.add(cell)
     return samples
 

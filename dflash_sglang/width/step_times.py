@@ -1,5 +1,5 @@
 """How long a step takes: a table over padded batch and kind, measured at start-up and corrected while serving; and
-what prefills between steps add."""
+how often prefills come between steps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import bisect
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.width.options import Kind
 
 # Chosen in the simulation (docs/results/width-simulated.md).
 MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation: measured at start-up, or not
 DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
 TO_KIND, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its kind and of its cell
+TO_HOST = 0.25  # of an error, the part that goes to the host's time with each step
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 SPACING = 4  # from one batch size that start-up measures to the next
 LEAST_LIMIT = 0.1  # an error counts at most this much, or as much as the gain: pauses hardly move a table
@@ -25,9 +27,6 @@ LEAST = 0.1  # of the time of a chain, that of a ragged step of the same width
 # Of prefills between steps.
 WINDOW = 128  # steps after which what was counted weighs 1/e
 MOST = 1.0 - 1.0 / WINDOW  # of the steps that are taken to come after a prefill: beyond, the count says nothing
-KEPT_PREFILLS = 64  # prefills after which what one took weighs 1/e
-PRIOR_PREFILLS = 4.0  # prefills that a pass over the weights is worth
-PAUSE = 4.0  # a prefill that took so many times what was expected counts as such a one
 
 
 class Sample(NamedTuple):
@@ -36,17 +35,22 @@ class Sample(NamedTuple):
     batch: int
     kind: Kind
     context_tokens: int  # of the whole batch
-    seconds: float
+    seconds: float  # of the device
+    host: float = 0.0  # seconds in which the host launched it, where the device runs beside it
 
 
 class StepTimes:
     """Seconds of a step for every captured batch size and kind.
 
-    A step costs `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum over the
-    batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is piecewise
-    linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last slope,
-    because a step is bound by its tokens there. Widths that were not measured follow their neighbours. Trees take
-    for ever where they were not measured.
+    A step takes as long as the device or as the host, whichever takes longer. The host's time is one figure for
+    each form of step (plain, chains, ragged, trees). Start-up measures what a launch takes, and steps for which
+    the device waited tell what a turn of the scheduler's loop takes. All other steps tell the device's time.
+
+    On the device a step takes `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum
+    over the batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is
+    piecewise linear, which keeps what is monotone monotone; beyond the largest measured one it follows the last
+    slope, because a step is bound by its tokens there. Widths that were not measured follow their neighbours.
+    Trees take for ever where they were not measured.
 
     The base of a ragged kind is a step that verifies one token of each request. What more tokens add depends on
     how many there are in all: chains say how much.
@@ -73,6 +77,9 @@ class StepTimes:
         self._last_observed = [[0] * len(self.kinds) for _ in self.buckets]
         self._base, self._slope = np.full(cells, np.inf), np.zeros(len(self.kinds))
         self._added = np.zeros((len(self.buckets), len(self._widths)))  # what a ragged step takes for these rows
+        forms = [(kind.ragged, kind.nodes is not None, kind.width == PLAIN) for kind in kinds]
+        self._form = np.array([sorted(set(forms)).index(form) for form in forms])
+        self._host = np.full(len(set(forms)), np.nan)  # seconds, by form; NaN: unknown
 
     def bucket(self, batch: int) -> int:
         """Index of the captured batch size that a batch is padded to. Raises ValueError beyond the largest."""
@@ -83,12 +90,12 @@ class StepTimes:
 
     # ---- Start-up ----------------------------------------------------------------------------------------
 
-    def fit(self, samples: Iterable[Sample]) -> None:
+    def fit(self, samples: Sequence[Sample]) -> None:
         """Builds the table. The shortest time of equal steps counts: what else runs on the machine only adds.
 
         Raises ValueError without samples."""
         shortest: dict[tuple[int, int], dict[int, float]] = {}  # by cell and context
-        for batch, kind, context, seconds in samples:
+        for batch, kind, context, seconds, _ in samples:
             of_cell = shortest.setdefault((self.bucket(batch), self.kinds.index(kind)), {})
             of_cell[context] = min(seconds, of_cell.get(context, seconds))
         if not shortest:
@@ -105,6 +112,9 @@ class StepTimes:
             base[bucket, index] = sum(rest) / len(rest)
             self._variance[bucket][index] = MEASURED
         self._base = self._filled(base)
+        for form in range(len(self._host)):
+            launched = [of.host for of in samples if self._form[self.kinds.index(of.kind)] == form]
+            self._host[form] = statistics.median(launched) if launched else np.nan
 
     def _filled(self, base: np.ndarray) -> np.ndarray:
         """base [buckets, kinds], its NaN (what nothing was measured of) filled."""
@@ -122,12 +132,18 @@ class StepTimes:
 
     # ---- Serving -----------------------------------------------------------------------------------------
 
+    def host(self) -> np.ndarray:
+        """[kinds] expected seconds of the host in a step; of the slowest form where nothing is known."""
+        slowest = np.nanmax(self._host, initial=0.0)
+        return np.where(np.isnan(self._host), slowest, self._host)[self._form]
+
     def seconds(self, bucket: int, context_tokens: float) -> np.ndarray:
-        """[kinds] expected seconds of a step, of a ragged one with a token of each request."""
+        """[kinds] expected seconds of the device in a step, of a ragged one with a token of each request."""
         return (self._base[bucket] + self._slope * context_tokens) * self.factors(bucket)
 
     def of_kind(self, bucket: int, kind: int, context_tokens: float, more: float = 0.0) -> float:
-        """Expected seconds of a step of one kind, given as an index. more: what its rows add, of a ragged one."""
+        """Expected seconds of the device in a step of one kind, given as an index. more: what its rows add, of a
+        ragged one."""
         of_table = self._base[bucket, kind] + self._slope[kind] * context_tokens + more
         return float(of_table * self._by_kind[kind] * self._by_cell[bucket, kind] * self._pace)
 
@@ -139,78 +155,66 @@ class StepTimes:
         """[kinds] expected seconds over those of the table."""
         return self._by_kind * self._by_cell[bucket] * self._pace
 
-    def observe(self, bucket: int, kind: int, context_tokens: float, seconds: float, more: float = 0.0) -> None:
-        """Learn from a step that was served, its kind given as an index; nothing of one that nobody measured.
-        more: as in `of_kind`."""
+    def observe(
+        self,
+        bucket: int,
+        kind: int,
+        context_tokens: float,
+        seconds: float,
+        more: float = 0.0,
+        steps: int = 1,
+        waited: bool = False,
+    ) -> None:
+        """Learn from steps that were served, their kind given as an index; nothing of one that nobody measured.
+
+        seconds: the median of these. waited: the device waited for the host. more: as in `of_kind`."""
         expected = self.of_kind(bucket, kind, context_tokens, more)
         if not seconds > 0 or math.isinf(expected):
             return
-        ratio = seconds / expected
-        self._observed += 1
+        form = self._form[kind]
+        self._observed += steps
+        if waited:
+            known = np.nan_to_num(self._host[form])
+            pause = 2 * max(known, expected)  # hardly moves it
+            self._host[form] = known + (1.0 - (1.0 - TO_HOST) ** steps) * (min(seconds, pause) - known)
+            if seconds >= expected:
+                return
+        elif self._host[form] > seconds:
+            self._host[form] = seconds
         age = self._observed - self._last_observed[bucket][kind]
         variance = min(self._variance[bucket][kind] + DRIFT * age, FILLED)
         gain = variance / (variance + 1.0)  # Kalman's, and the variance afterwards
         self._variance[bucket][kind], self._last_observed[bucket][kind] = gain, self._observed
         limit = max(LEAST_LIMIT, gain)
+        ratio, pace = seconds / expected, self._pace
+        self._latest.extend([ratio * pace] * min(steps, PACE_STEPS))
+        if len(self._latest) == PACE_STEPS:
+            self._pace = statistics.median(self._latest)
+        if abs(ratio - 1.0) > limit:  # of the machine rather than of the kind
+            ratio *= pace / self._pace
         error = min(max(ratio - 1.0, -limit), limit)
         self._by_kind[kind] *= 1.0 + TO_KIND * gain * error
         self._by_cell[bucket, kind] *= 1.0 + TO_CELL * gain * error
-        self._latest.append(ratio * self._pace)
-        if len(self._latest) == PACE_STEPS:
-            self._pace = statistics.median(self._latest)
 
 
 class Interruptions:
-    """Counts and times of prefills between decode steps: a part of their cost is paid once, whatever they prefill.
+    """Counts prefills between decode steps: a part of their cost is paid once, whatever they prefill.
 
     In balance as many requests arrive as end: x per step, in proportion to the tokens that the step commits. All
     that arrive before a step are prefilled together, so 1 - exp(-x) of the steps come after a prefill. The share
     that did lately, and what these steps committed, give x for any other number of committed tokens.
-
-    What a prefill adds is a line over its tokens (least squares). Its slope costs every kind the same per
-    committed token. Its value at 0 tokens is what counts (`once`). Before any was measured, that is a pass over
-    the target's weights.
     """
 
     def __init__(self) -> None:
-        self._tokens: int | None = None  # prefilled since the last decode step
         self._share = 0.0  # of the steps of the window that came after a prefill
         self._committed = 0.0  # tokens of such a step, of all requests together; 0 before the first
-        self._sums = np.zeros(5)  # of measured prefills: count, tokens, seconds, tokens^2, tokens * seconds
 
-    def prefill(self, tokens: int) -> None:
-        """So many tokens of prompts were prefilled; several prefills before one decode step count once."""
-        self._tokens = tokens + (self._tokens or 0)
-
-    def step(self, committed: float) -> int | None:
-        """A decode step is launched that commits so many tokens of all requests together, in expectation. Returns
-        the tokens that were prefilled before it; None where nothing was."""
-        tokens, self._tokens = self._tokens, None
-        self._share += ((tokens is not None) - self._share) / WINDOW
-        self._committed += (committed - self._committed) / (WINDOW if self._committed else 1)
-        return tokens
-
-    def observe(self, tokens: int, seconds: float, weights: float) -> None:
-        """A prefill of so many tokens added so many seconds. weights: of a pass over the target's weights."""
-        once, each = self._line(weights)
-        seconds = min(max(seconds, 0.0), PAUSE * max(once + each * tokens, weights))
-        self._sums *= 1.0 - 1.0 / KEPT_PREFILLS
-        self._sums += 1.0, tokens, seconds, tokens * tokens, tokens * seconds
-
-    def once(self, weights: float) -> float:
-        """Seconds that a prefill adds, whatever it prefills."""
-        return self._line(weights)[0]
-
-    def _line(self, weights: float) -> tuple[float, float]:
-        """(seconds at no token, seconds of a token), both at least 0. Where all prefills had about as many tokens,
-        tokens count for nothing."""
-        count, tokens, seconds, squares, products = self._sums.tolist()
-        if not count:
-            return weights, 0.0
-        mean, spread = tokens / count, squares - tokens * tokens / count
-        each = max((products - mean * seconds) / (spread + mean * mean), 0.0) if mean else 0.0
-        once = max(seconds - each * tokens, 0.0)
-        return (once + PRIOR_PREFILLS * weights) / (count + PRIOR_PREFILLS), each
+    def step(self, committed: float, after_prefill: bool, steps: int = 1) -> None:
+        """A decode step is launched that commits so many tokens of all requests together, in expectation; `steps`
+        since the one before that was told, with nothing prefilled in between."""
+        kept = (1.0 - 1.0 / WINDOW) ** steps
+        self._share = self._share * kept + after_prefill / WINDOW
+        self._committed += (committed - self._committed) * (1.0 - kept if self._committed else 1.0)
 
     def share(self, committed: np.ndarray) -> np.ndarray:
         """Of the steps that commit so many tokens [...], how many come after a prefill: in [0, 1]."""

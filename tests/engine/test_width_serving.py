@@ -110,7 +110,6 @@ def test_output_equals_plain_decoding_while_load_and_width_change(ours, plain):
     assert sum(count > 0 for count in steps.values()) >= 3, steps
     assert sum(after["probes"].values()) >= 1 and after["changes"] >= 1
     assert after["last_change"] in ("load", "gain", "limit")
-    assert all((after["seconds"][width] > 0) == (count > 0) for width, count in after["steps"].items())
     assert after["estimated_over_block"] > 0 and after["left_out"] == 0
     assert "dflash_sglang verify width: " in server.log_text()
     gauge = re.search(r"^sglang:spec_num_draft_tokens\{.*\} ([\d.]+)$", server.text("/metrics"), re.MULTILINE)

@@ -170,8 +170,8 @@ def _make_up_times() -> None:
     from dflash_sglang.warmup.dummy_batches import Rehearsal
     from dflash_sglang.width import controller
 
-    def rehearsed(self: Any, requests: int, context: int, shape: Any) -> float:
-        return 0.001 + 1e-5 * (shape.budget or requests * (shape.chain or shape.nodes or shape.width))
+    def rehearsed(self: Any, requests: int, context: int, shape: Any) -> tuple[float, float]:
+        return 0.001 + 1e-5 * (shape.budget or requests * (shape.chain or shape.nodes or shape.width)), 0.0
 
     Rehearsal.seconds = rehearsed
     StepClock.seconds = lambda self, start, end: 0.002
@@ -320,8 +320,8 @@ def _without_kernels_of_built_in(meter: _Meter) -> None:
 
 
 def _shaped(meter: _Meter, choose: Any, self: Any, slots: Any, *args: Any) -> Any:
-    """The step that was chosen, in the shape that was asked for if that is served for so many requests."""
-    step, n, block = choose(self, slots, *args), len(slots), self.widths[-1]
+    """The stretch that was chosen, in the shape that was asked for if that is served for so many requests."""
+    stretch, n, block = choose(self, slots, *args), len(slots), self.widths[-1]
     shapes = {
         "block": Shape(block),
         "narrow": Shape(NARROW),
@@ -330,10 +330,11 @@ def _shaped(meter: _Meter, choose: Any, self: Any, slots: Any, *args: Any) -> An
         "tree": Shape(block, nodes=max((of for of, most in self.trees.items() if n <= most), default=None)),
         "copy": Shape(block, chain=args[-1] or None),
     }
-    decision = step.decision._replace(**dict(zip(DECISION, shapes[meter.shape], strict=True)))
+    decision = stretch.decision._replace(**dict(zip(DECISION, shapes[meter.shape], strict=True)))
     if meter.shape != "block" and decision.shape == shapes["block"]:
         meter.launched = 0  # such a turn is left out
-    return step._replace(decision=decision, plan=None if decision.chain else step.plan)
+    stretch.decision, stretch.plan = decision, None if decision.chain else stretch.plan
+    return stretch
 
 
 # ---- The command -----------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
+from dflash_sglang.width import policy
+
 POINTS = {
     # Start-up, in its order.
     "pools": "worker:DFlashWorker.alloc_memory_pool",
@@ -56,6 +58,11 @@ POINTS = {
     "mtp choice": "drafting.mtp.source:MtpSource._choose",
     "mtp layer": "drafting.mtp.source:MtpSource._forward",
 }
+
+
+def decide_every_step() -> None:
+    """From now on a decision is for one step."""
+    policy.HOLD = policy.HOLD_COPIES = 1
 
 
 def wrap(point: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

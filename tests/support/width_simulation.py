@@ -55,7 +55,8 @@ class Machine:
     `distort[bucket, width]` multiplies the truth that start-up measured, `parts` that of steps that verify blocks
     in part and more than as few tokens as can be, which start-up measures. A prefill takes `launch` seconds, and a
     pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
-    by default nothing, and the policy is not told of it.
+    by default nothing, and the policy is not told of it. No step takes less than `host` seconds, of plain ones and
+    of others: the device waits for the host then.
     """
 
     widths: Sequence[int] = WIDTHS
@@ -68,6 +69,7 @@ class Machine:
     launch: float = 0.0
     weights: float = 0.0
     prompt_token: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
     table: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,7 +226,9 @@ class Fixed:
 
     def admit(self, *_: Any) -> None: ...
 
-    def prefill(self, tokens: int) -> None: ...
+    def timed(self, *_: Any) -> None: ...
+
+    def prefill(self) -> None: ...
 
     def choose(self, slots: np.ndarray, context_tokens: int) -> Fixed:
         self.verify_budget = round(self.rows * len(slots)) or None
@@ -284,7 +288,7 @@ class Rank:
     prompt: int = 256
     uncached: int | None = None  # tokens of a prompt that are computed; None: all
     delay: int = 2  # steps after which a result is known
-    timed: float = 0.7  # share of steps whose time is measured; the others had a prefill before them
+    timed: float = 0.7  # share of stretches whose time is measured
     caps: Callable[[np.ndarray], Any] | None = None  # max_width of requests by their kinds [n]
     floors: Callable[[np.ndarray], Any] | None = None  # min_width
     seed: int = 1
@@ -299,7 +303,9 @@ class Rank:
         self._cap = np.full(self.slots, BLOCK, np.int64)
         self._at = np.zeros(self.slots, np.int64)  # in the record
         self._running = np.zeros(0, np.int64)
-        self._step: Any = None  # the policy's
+        self._step: Any = None  # the policy's stretch
+        self._clocked: list[float] = []  # seconds of its steps
+        self._waited = 0  # of these, for the host
         self._late: list[tuple[Any, ...]] = []
         self._fresh = True
 
@@ -351,8 +357,18 @@ class Rank:
         return (counts * committed[:, held]) @ (1 / committed)
 
     def choose(self) -> Any:
-        self._step = self.policy.choose(self._running, self.context_tokens)
-        return self._step.decision
+        step = self.policy.choose(self._running, self.context_tokens)
+        if step is not self._step and self._clocked:
+            # As the controller does.
+            steps, timed = len(self._clocked), self.clock.random() < self.timed
+            told = (self._step, float(np.median(self._clocked)), steps, 2 * self._waited > steps)
+            if self._late and self._late[-1][0] is self._step:
+                self._late[-1] = (*self._late[-1][:-1], told if timed else None)
+            elif timed:
+                self.policy.timed(*told)
+            self._clocked, self._waited = [], 0
+        self._step = step
+        return step.decision
 
     def draft_step(self, width: int) -> Proposed:
         """Of blocks of this width."""
@@ -368,20 +384,27 @@ class Rank:
 
     def finish(
         self,
-        seconds: float | None,
+        seconds: float,
         accepted: np.ndarray,
         said: np.ndarray,
         lens: np.ndarray | None = None,
         mass: np.ndarray | None = None,
         interrupted: bool = False,
+        waited: bool = False,
     ) -> None:
         """The step is over: its results reach the policy `delay` steps after it was chosen. seconds: what its time
-        would be read as, if it can be; said [n, proposals]: logprobs; lens [n]: verified; mass [n, nodes]."""
+        would be read as, if it can be; said [n, proposals]: logprobs; lens [n]: verified; mass [n, nodes]. waited:
+        for the host."""
         slots = self._running
-        timed = interrupted or self.clock.random() < self.timed
-        self._late.append((self._step, accepted, seconds if timed else None, said, lens, mass))
+        if not interrupted:
+            self._clocked.append(seconds)
+            self._waited += waited
+        self._late.append((self._step, accepted, said, lens, mass, None))
         if len(self._late) >= self.delay:
-            self.policy.verified(*self._late.pop(0))
+            *result, timed = self._late.pop(0)
+            self.policy.verified(*result)
+            if timed is not None:
+                self.policy.timed(*timed)
         self._left[slots] -= accepted + 1
         self._context[slots] += accepted + 1
         if isinstance(self.draft, Recorded):
@@ -420,7 +443,7 @@ class Server:
             if prefilled:
                 run.seconds += prefilled
                 for rank in self.ranks:
-                    rank.policy.prefill(prompts)
+                    rank.policy.prefill()
             committed = np.sum([rank.committed() for rank in self.ranks], axis=0)
             times = self.machine.seconds(
                 max(rank.batch for rank in self.ranks), max(rank.context_tokens for rank in self.ranks)
@@ -452,9 +475,11 @@ class Server:
                 if budget is not None and not isinstance(rank.draft, Recorded):
                     reach = np.exp(rank.draft.sure * of_rank.said.cumsum(axis=1))
                     gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
+            host = self.machine.host[decision.width > 1]
+            taken, waited = max(taken, host), taken < host
             for rank, of_rank, of in zip(self.ranks, drafted, accepted, strict=True):
-                read = self.machine.read(taken, rank.clock) + prefilled
-                rank.finish(read, of, of_rank.said, lens, mass, prefilled > 0)
+                read = self.machine.read(taken, rank.clock)
+                rank.finish(read, of, of_rank.said, lens, mass, prefilled > 0, waited)
             if not decision.probe:
                 self._held = width
             run.lost += max(times[width] - long_run[width] / rates[self._held], 0.0)
@@ -496,12 +521,6 @@ def between_prefills(policy: Any, concurrency: int, answer: int, seed: int = 0) 
     server = serve(policy, machine, Draft(GOOD), tokens=answer, timed=1.0, seed=seed, clock=seed, **CACHED)
     server.run(concurrency, steps=300)
     return server.run(concurrency, steps=500)
-
-
-def heedless(policy: WidthPolicy) -> WidthPolicy:
-    """The same, without being told of prefills."""
-    policy.prefill = lambda tokens=0: None  # type: ignore[method-assign]
-    return policy
 
 
 def tiers(most: int) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from dflash_sglang.kernels.block import find_copy
 from dflash_sglang.sglang_names.scheduler import get_parallel
 from tests.support.scheduler_hooks import note, recorded
-from tests.support.seam import around
+from tests.support.seam import around, decide_every_step
 
 
 def copies(always: bool = False) -> None:
@@ -81,6 +81,7 @@ def chains(always: bool = False) -> None:
                 self.history[slots[row, there]] = ids[row, there].int()
         return chains
 
+    decide_every_step()
     around("chains pay", lambda *_: always or choices.random() < 0.5)
     around("step", then_step)
     around("chain", with_oracle)

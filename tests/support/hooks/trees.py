@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.support.hooks.widths import take_a_second
 from tests.support.scheduler_hooks import note
-from tests.support.seam import around
+from tests.support.seam import around, decide_every_step
 
 
 def trees() -> None:
@@ -25,6 +25,7 @@ def always_trees() -> None:
 
 def _allow(among: Any) -> None:
     """among: (all kinds of steps, numbers of those that may be) -> numbers that the policy chooses from."""
+    decide_every_step()
     around("kinds", lambda allowed, self, *load: among(self.kinds, allowed(self, *load)))
     take_a_second()
 

@@ -15,7 +15,7 @@ from dflash_sglang.sglang_names.scheduler import get_parallel
 from dflash_sglang.width import decider, startup
 from dflash_sglang.width.decider import Choice
 from tests.support.scheduler_hooks import note
-from tests.support.seam import around
+from tests.support.seam import around, decide_every_step
 
 
 def widths() -> None:
@@ -28,6 +28,7 @@ def widths() -> None:
     def some(_: Any, self: Any, bucket: int, allowed: Sequence[int], *load: Any) -> Choice:
         return Choice(draws().choice(allowed), "gain")
 
+    decide_every_step()
     around("kind", some)
 
 
@@ -77,6 +78,7 @@ def shares() -> None:
         kinds = allowed(self, *load)
         return kinds + 2 * [kind for kind in kinds if self.kinds[kind].ragged]
 
+    decide_every_step()
     around("options", some)
     around("kinds", ragged_more_often)
     around("logprobs", of_no_draft)

@@ -25,18 +25,18 @@ BLOCK = 16
 
 
 class Policy:
-    """Records what it is told; chooses the widths that it is given."""
+    """Records what it is told; chooses the widths that it is given, None to go on with the one before."""
 
     learns, budgets, most_trees = True, (16, 48), 1
 
     def __init__(self, widths: list[Any]) -> None:
         self.widths, self.told, self.may_be = widths, [], []
-        self.prefills, self.of_draft = [], []
+        self.of_draft = []
         self.requests, self.chains = Requests(BLOCK, 16), False
         self.metrics = SimpleNamespace(changes=0, last_change="load", over_width_1=1.5, over_block=2.0)
 
-    def prefill(self, tokens: int) -> None:
-        self.prefills.append(tokens)
+    def prefill(self) -> None:
+        self.told.append(("prefill",))
 
     def admit(self, slots: np.ndarray, most: list[int], least: list[int]) -> None:
         self.told.append(("admit", slots.tolist(), most, least))
@@ -45,14 +45,20 @@ class Policy:
         self.told.append(("choose", slots.tolist(), context))
         self.may_be.append((ragged, trees, longest))
         width = self.widths.pop(0)
+        if width is None:
+            return self.stretch
         decision = Decision(width, 48 if ragged else None)
         if isinstance(width, Kind):
             decision = Decision(BLOCK, None, width.nodes)
-        return SimpleNamespace(number=len(self.may_be), slots=slots, decision=decision)
+        self.stretch = SimpleNamespace(number=len(self.may_be), slots=slots, decision=decision)
+        return self.stretch
 
-    def verified(self, step: Any, accepted: list[int], seconds: float | None = None, *of_draft: Any) -> None:
-        self.told.append(("verified", accepted, seconds, step.number))
+    def verified(self, stretch: Any, accepted: list[int], *of_draft: Any) -> None:
+        self.told.append(("verified", accepted, stretch.number))
         self.of_draft.append([None if of is None else of.tolist() for of in of_draft])
+
+    def timed(self, stretch: Any, seconds: float, steps: int, waited: bool) -> None:
+        self.told.append(("timed", stretch.number, seconds, steps, waited))
 
     def leave_out(self, why: str) -> None:
         self.told.append(("left out", why))
@@ -78,6 +84,9 @@ class Clock:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
+
+    def waited(self, done: bool) -> bool:
+        return done
 
 
 def adaptive(widths: list[Any]) -> tuple[Any, Policy, Clock]:
@@ -109,14 +118,22 @@ def prefilled(asked: dict[int, Any]) -> Any:
     return SimpleNamespace(reqs=reqs, req_pool_indices_cpu=rows, decoding_reqs=None, extend_lens=[10] * len(asked))
 
 
-def launch(widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED) -> Any:
-    """A step and its result. of_draft: logprobs, verified rows, masses of nodes and promises, lists or None."""
+def launch(
+    widths: Any, batch: Any, *of_draft: Any, excluded: Excluded = NOTHING_EXCLUDED, ended: bool = False
+) -> Any:
+    """A step and its result. of_draft: logprobs, verified rows, masses of nodes and promises, lists or None.
+    ended: it has, when the next one is launched."""
     widths.next(batch, excluded)
     tensors = [None if of is None else torch.tensor(of) for of in (*of_draft, *[None] * (4 - len(of_draft)))]
     named = dict(zip(("logprobs", "verified_lens", "mass", "promised"), tensors, strict=True))
-    result = SimpleNamespace(**named, num_correct_drafts_per_req_cpu=None)
+    result = SimpleNamespace(**named, num_correct_drafts_per_req_cpu=None, copy_done=ended)
     widths.returned(result)
     return result
+
+
+def times(policy: Policy) -> dict[int, float]:
+    """{number of a stretch of one step: seconds}"""
+    return {told[1]: told[2] for told in policy.told if told[0] == "timed" and told[3] == 1}
 
 
 def come_back(widths: Any, result: Any, accepted: list[int]) -> None:
@@ -124,7 +141,7 @@ def come_back(widths: Any, result: Any, accepted: list[int]) -> None:
     widths.verified(accepted)
 
 
-def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_that_waited() -> None:
+def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_nothing_came_in_between() -> None:
     widths, policy, clock = adaptive([16, 8, 8, 4, 4, 4, 2])
     results = []
     for ends in (101.0, 103.0, 104.5):
@@ -132,36 +149,48 @@ def test_a_step_takes_from_the_end_of_the_one_before_to_its_own_if_a_request_of_
         results.append(launch(widths, decoding(1, 2)))
     come_back(widths, results.pop(0), [3, 0])
     widths.prefill(prefilled({}))  # the host is busy with it when the steps before end
-    clock.ends = 110.0
-    for _ in range(2):
+    for clock.ends in (110.0, 112.0):
         results.append(launch(widths, decoding(1, 2)))
         come_back(widths, results.pop(0), [1, 1])
-        clock.ends += 2.0
-    widths.prefill(prefilled({2: None, 3: None}))
+    widths.admit(prefilled({3: {"dflash": {"max_width": 3}}}))  # which another server has prefilled
     clock.ends = 120.0
-    results.append(launch(widths, decoding(1, 2, 3)))  # 1 has waited
-    widths.prefill(prefilled({5: None}))
-    clock.ends = 300.0  # the others have ended, the server had nothing to do
-    results.append(launch(widths, decoding(5)))
+    results.append(launch(widths, decoding(1, 2, 3)))
+    clock.ends = 121.0
+    results.append(launch(widths, decoding(1, 2, 3)))
+    widths.prefill(prefilled({}))
     for result in results:
-        come_back(widths, result, [0] * (2 if result in results[:2] else 3 if result is results[2] else 1))
-    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, 1.5, 5.5, 2.0, 8.0, None]
-    assert widths.used == [16, 8, 8, "widest", 4, 4, "widest", 4, "widest", 2]
-    assert policy.prefills == [0, 20, 10]
+        come_back(widths, result, [0] * (2 if result in results[:2] else 3))
+    assert times(policy) == {2: 2.0, 3: 1.5, 5: 2.0, 7: 1.0}
+    assert widths.used == [16, 8, 8, "widest", 4, 4, 4, 2, "widest"]
+    assert [told for told in policy.told if told[0] in ("prefill", "admit")] == [
+        ("prefill",), ("admit", [3], [3], [1]), ("prefill",)
+    ]  # fmt: skip
 
 
-def test_requests_that_another_server_has_prefilled_are_no_interruption() -> None:
-    """What a step takes after they arrive is known, unless the server had nothing to do before."""
-    widths, policy, clock = adaptive([16, 8, 8, 4])
+def test_steps_of_a_stretch_are_timed_together_by_their_median_once_all_have_come_back() -> None:
+    widths, policy, clock = adaptive([8, 16, None, None, None, 4, None])
     results = []
-    for ends, slots in ((101.0, (1,)), (103.0, (1, 2)), (300.0, (5,))):
+    for ends, ended in (
+        (100.0, True),
+        (102.0, True),
+        (103.0, False),
+        (109.0, True),
+        (111.5, True),
+        (115.0, False),
+    ):
         clock.ends = ends
-        widths.admit(prefilled({slots[-1]: {"dflash": {"max_width": 3}}}))
-        results.append((launch(widths, decoding(*slots)), len(slots)))
-    for result, requests in results:
-        come_back(widths, result, [0] * requests)
-    assert [told[2] for told in policy.told if told[0] == "verified"] == [None, 2.0, None]
-    assert policy.prefills == [] and widths.used == [16, 8, 8]
+        results.append(launch(widths, decoding(1, 2), ended=ended))
+        if len(results) > 2:
+            come_back(widths, results.pop(0), [1, 1])
+    assert widths.used == [8, 16, 4]
+    assert [told for told in policy.told if told[0] == "timed"] == []
+    come_back(widths, results.pop(0), [1, 1])
+    # 2, 1, 6 and 2.5 seconds; when three of them were launched, the one before had ended
+    assert policy.told[-1] == ("timed", 2, 2.25, 4, True)
+    come_back(widths, results.pop(0), [1, 1])
+    launch(widths, decoding(1, 2))
+    widths.prefill(prefilled({}))  # ends the last one, whose result is to come
+    assert [told[0] for told in policy.told].count("timed") == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -211,14 +240,16 @@ def test_a_step_that_never_comes_back_does_not_shift_the_results_of_those_after_
     widths.verified([3, 3])  # equal to what came, and of no step
     clock.ends = 107.0
     come_back(widths, launch(widths, decoding(1, 2)), [0, 0])
-    assert [told for told in policy.told if told[0] != "choose"] == [  # a step of other ranks has no result
-        ("verified", [], None, 3),
-        ("verified", [1, 1], None, 1),
+    widths.prefill(prefilled({}))
+    told = [told for told in policy.told if told[0] not in ("choose", "prefill")]
+    assert told == [  # a step of other ranks has no result
+        ("verified", [1, 1], 1),
         ("left out", "a step came back before the one that was launched before it"),
-        ("verified", [3, 3], None, 4),  # it follows a step without requests
+        ("verified", [3, 3], 4),  # it follows a step without requests
         ("left out", "a result of 2 requests that no step waits for"),
         ("left out", "a result of 2 requests that no step waits for"),
-        ("verified", [0, 0], 3.0, 5),
+        ("verified", [0, 0], 5),
+        ("timed", 5, 3.0, 1, False),
     ]
 
 
@@ -230,7 +261,12 @@ def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed
     lost = ("left out", f"{MOST_IN_FLIGHT} steps were launched and none came back")
     assert policy.told.count(lost) == 2 * MOST_IN_FLIGHT
     come_back(widths, result, [2])
-    assert policy.told[-1] == ("verified", [2], 1.0, 3 * MOST_IN_FLIGHT)
+    widths.prefill(prefilled({}))
+    assert policy.told[-3:] == [
+        ("verified", [2], 3 * MOST_IN_FLIGHT),
+        ("prefill",),
+        ("timed", 3 * MOST_IN_FLIGHT, 1.0, 1, False),
+    ]
 
 
 def test_changes_are_logged_once_in_ten_seconds(

@@ -37,7 +37,6 @@ from tests.support.width_simulation import (
     Server,
     adaptive,
     between_prefills,
-    heedless,
     serve,
     shared,
     steady_mix,
@@ -204,6 +203,19 @@ def test_where_all_widths_take_as_long_one_request_stays_at_the_widest() -> None
     assert server.run(1, steps=1000).held.count(16) > 930
 
 
+@pytest.mark.parametrize(("draft", "host", "best"), [("good", (8e-3, 8e-3), 16), ("poor", (2e-3, 8e-3), 1)])
+def test_where_the_host_takes_longer_than_the_device_its_time_counts_and_no_width_is_blamed(draft, host, best):
+    """A fast target: for eight requests the device takes 2.8 to 5 ms, for 128 more than the host."""
+    machine = Machine(jitter=0.02, outliers=0.01, host=host)
+    machine.table *= 0.4
+    server = serve(adaptive(machine, 128), machine, DRAFTS[draft])
+    server.run(8, steps=20)
+    settled = server.run(8, steps=200)
+    assert settled.held.count(best) > 0.95 * len(settled.held)
+    assert settled.rate >= 0.97 * serve(Fixed(best), machine, DRAFTS[draft]).run(8, steps=100).rate
+    assert server.run(128, steps=200).settled(0.95) <= 30
+
+
 def test_long_contexts_widen_the_block() -> None:
     # Reading the context costs every width the same, so that verifying more tokens of it costs little.
     widths = {}
@@ -249,7 +261,8 @@ def drive(policy: Any, slots: np.ndarray, steps: int, chances: Any, **may: Any) 
         if decision.verify_budget is not None:
             lens = shared(np.log(said), decision.verify_budget)
             accepted = np.minimum(accepted, lens - 1)
-        policy.verified(step, accepted, decision.seconds, np.log(said), lens)
+        policy.verified(step, accepted, np.log(said), lens)
+        policy.timed(step, decision.seconds)
         decisions.append(decision)
     return decisions
 
@@ -312,11 +325,9 @@ def test_ragged_steps_that_take_longer_than_start_up_says_are_given_up() -> None
 
 @functools.cache
 def interrupted(policy: str | int, concurrency: int, answer: int) -> Run:
-    """Of ours, ours without counting prefills, ours with ragged steps, or a fixed width."""
-    if isinstance(policy, int):
-        return between_prefills(Fixed(policy), concurrency, answer)
-    chooser = adaptive(QUIET, concurrency, ragged=policy == "ragged")
-    return between_prefills(heedless(chooser) if policy == "heedless" else chooser, concurrency, answer)
+    """Of ours, ours with ragged steps, or a fixed width."""
+    chooser = Fixed(policy) if isinstance(policy, int) else adaptive(QUIET, concurrency, ragged=policy == "ragged")
+    return between_prefills(chooser, concurrency, answer)
 
 
 @pytest.mark.parametrize(
@@ -327,53 +338,16 @@ def test_with_prefills_between_steps_it_is_as_good_as_the_best_fixed_width(concu
     best = max(interrupted(width, concurrency, answer).rate for width in near)  # the others are far below
     for policy in ("ours", "ragged"):
         assert interrupted(policy, concurrency, answer).rate >= 0.97 * best, policy
-    told, untold = (interrupted(policy, concurrency, answer) for policy in ("ours", "heedless"))
-    if concurrency == 1:
-        assert np.median(told.held) == np.median(untold.held) == 16
-    else:  # short answers want wider blocks than step times say
-        assert untold.rate < 0.95 * best and np.median(told.held) >= 4
+    # Short answers want wider blocks than step times say.
+    assert np.median(interrupted("ours", concurrency, answer).held) >= (16 if concurrency == 1 else 4)
 
 
-def test_a_step_after_a_prefill_tells_nothing_of_steps_and_what_the_prefill_added_counts_for_wider_ones() -> None:
-    told, untold = (adaptive(Machine(), 256, WidthConfig(widths=(1, 4))) for _ in range(2))
-    slots = np.arange(256)
-    for policy in (told, untold):
-        policy.admit(slots)
-        for _ in range(300):
-            if policy is told:
-                policy.prefill(100)
-            step = policy.choose(slots, 512 * 256)
-            said = np.log(np.full((256, step.decision.width - 1), 0.7))
-            accepted = np.minimum(np.tile([1, 2, 3, 3], 64), step.decision.width - 1)
-            policy.verified(step, accepted, step.decision.seconds + 0.02 * (policy is told), said)
-        policy.admit(slots, [4] * 256, [4] * 256)
-    ours, others = (policy.choose(slots, 512 * 256).decision for policy in (told, untold))
-    assert ours.seconds == pytest.approx(others.seconds, rel=0.03)
-    assert ours.over_width_1 > 1.2 * others.over_width_1
-    by_width = told.snapshot()
-    assert by_width["seconds"][4] == pytest.approx(by_width["steps"][4] * ours.seconds, rel=0.03), (
-        "without prefills"
-    )
-
-
-def test_what_prefills_add_whatever_they_prefill_is_measured_and_how_often_they_come_is_counted() -> None:
-    random, weights = np.random.default_rng(0), 0.005
-    for once in (0.0, 0.01, 0.04):
-        counted = Interruptions()
-        assert counted.once(weights) == weights, "before any was measured, a pass over the weights"
-        for _ in range(600):
-            tokens = int(random.integers(1, 20)) * 32
-            pause = 10.0 if random.random() < 0.01 else 1.0
-            seconds = pause * (once + 25e-6 * tokens + 0.002 * random.standard_normal())
-            counted.observe(tokens, seconds, weights)
-        assert counted.once(weights) == pytest.approx(once, abs=0.003)
+def test_how_often_prefills_come_is_counted_and_foretold_for_steps_that_commit_more_or_less() -> None:
+    random = np.random.default_rng(0)
     for share in (0.6, 1.0):
         counted = Interruptions()
         for _ in range(2000):
-            if random.random() < share:
-                counted.prefill(1)
-                counted.prefill(1)  # another chunk: one interruption
-            counted.step(200.0)
+            counted.step(200.0, random.random() < share)
         arrivals = -math.log(1 - counted.share(np.array(200.0)))  # per step
         assert counted.share(np.array(200.0)) == pytest.approx(min(share, 127 / 128), abs=0.1)
         tokens = np.array([20.0, 100.0, 400.0, 800.0])
@@ -389,9 +363,11 @@ def test_results_without_a_step_and_steps_without_a_result_cost_one_line_and_no_
     assert "a result of 3 requests that no step waits for: expected one result for each step" in caplog.text
     step = policy.choose(slots, 100)
     said = np.full((3, step.decision.width - 1), np.log(0.99))
-    policy.verified(step, [15, 15], 0.01, said)
+    policy.verified(step, [15, 15], said)
+    policy.choose(slots, 100, ragged=False)
     assert policy.snapshot()["left_out"] == 2 and not any(policy.snapshot()["calibration"]["verified"])
-    policy.verified(step, [15] * 3, 0.01, said)
+    policy.verified(step, [15] * 3, said)
+    policy.choose(slots, 100)
     assert sum(policy.snapshot()["calibration"]["verified"]) == said.size
     assert policy.metrics.left_out == 2 and len(caplog.records) == 1
 
@@ -403,17 +379,14 @@ def test_the_metrics_say_what_was_done_and_what_it_is_worth() -> None:
     told = policy.snapshot()
     widths = up.widths + down.widths
     assert told["steps"] == {width: widths.count(width) for width in WIDTHS}
-    batches = [1] * 100 + [128] * 300
-    assert sum(told["verified_tokens"].values()) == sum(n * w for n, w in zip(batches, widths, strict=True))
     assert sum(told["probes"].values()) == sum(up.probes) + sum(down.probes)
-    assert sum(told["seconds"].values()) == pytest.approx(up.seconds + down.seconds, rel=0.15)
     assert told["changes"] >= 1 and told["last_change"] in ("load", "gain")
     rates = {of: steady("good", 128, of).rate for of in ("ours", 1, 16)}
     assert told["estimated_over_width_1"] == pytest.approx(rates["ours"] / rates[1], rel=0.15)
     assert told["estimated_over_block"] == pytest.approx(rates["ours"] / rates[16], rel=0.15)
     said = told["calibration"]
     assert sum(said["accepted"]) == pytest.approx(sum(said["expected"]), rel=0.05)
-    assert sum(said["verified"]) <= sum(n * (w - 1) for n, w in zip(batches, widths, strict=True))
+    assert sum(said["verified"]) <= sum(w - 1 for w in up.widths) + 128 * sum(w - 1 for w in down.widths)
 
 
 # ---- Ranks ---------------------------------------------------------------------------------------------------
@@ -473,6 +446,7 @@ def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for() ->
         for policy in policies:
             n = int(random.integers(5))
             bounds = np.sort(random.integers(1, 21, (n, 2)), axis=1)
+            policy.prefill()
             policy.admit(np.arange(n), bounds[:, 1], bounds[:, 0])
             batches.append(np.arange(n))
             floors += bounds[:, 0].tolist()
@@ -485,7 +459,7 @@ def test_ranks_choose_alike_within_what_the_requests_of_any_of_them_ask_for() ->
                 allowed = [width for width in WIDTHS if width <= max(caps)]
                 assert width in ([w for w in allowed if w >= max(floors)] or allowed[-1:])
             for (policy, batch), step in zip(ranks, steps, strict=True):
-                policy.verified(step, np.zeros(len(batch), int), 0.01)
+                policy.verified(step, np.zeros(len(batch), int))
     server = group_of(3, 64, hard=1.0, floors=lambda kinds: np.full(len(kinds), 4))  # each of them, not their sum
     assert set(server.run(64, steps=60).held[30:]) == {4}
 
