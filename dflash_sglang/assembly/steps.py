@@ -238,7 +238,6 @@ def build_controller(
     chooses = config.fixed is None
     if chooses:
         startup.measure(policy, target, rehearsal, widths.group)
-    speaks = get_parallel().tp_rank == 0
     facts = TargetFacts.from_config(target.model_config.hf_text_config)
     observer = Observer(
         Counts(policy.chains.longest, ragged=policy.budgets is not None, chooses=chooses),
@@ -247,4 +246,4 @@ def build_controller(
         (lambda: policy.metrics.over_width_1) if chooses else None,
         None if copies is None else copies.snapshot,
     )
-    return WidthController(policy, states, set_max_commit, StepClock(target.device), observer, speaks=speaks)
+    return WidthController(policy, states, set_max_commit, StepClock(target.device), observer)

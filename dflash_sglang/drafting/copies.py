@@ -21,6 +21,7 @@ from dflash_sglang.kernels.block.find_copy import (
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
+from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
 
 
@@ -85,17 +86,20 @@ class Copies:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
             self._tables.record[:, FAILED].index_fill_(0, rows[index], math.inf)
 
-    @torch.inference_mode()  # in which candidates are drawn
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
         del batch
+        longest = int(block.kv_len_bounds.numpy().max()) - block.size
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
         drawn_from = Candidates(proposals.candidates, proposals.probs) if drawn else None
         of_block = proposals.tokens, block.slots, block.prefix_lens, block.requests
         rows = CopyRows(*of_block, drawn_from, proposals.logprobs, proposals.best)
-        if block.size > 1:
-            find_copies(rows, self._tables, int(block.kv_len_bounds.max()) - block.size)
-        write_copies(rows, self._tables)
+        with torch.inference_mode():  # in which candidates are drawn
+            if block.size > PLAIN:
+                find_copies(rows, self._tables, longest)
+            write_copies(rows, self._tables)
+        if block.size == PLAIN:
+            return proposals
         return proposals._replace(promised=self._tables.promised[: block.batch_size])
 
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:

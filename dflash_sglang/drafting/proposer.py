@@ -89,7 +89,7 @@ class Proposer:
         depend on what was proposed."""
         bs, width = block.ids.shape
         if not self.draft_rows(width):
-            return Proposals.certain(block.ids)
+            return self._certain(block.ids)
         if width != self._width:
             self._serve(width)
         drafted = block.without_last(self._runner) if self._model.spec.has_row_less else block

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,7 @@ class RowReader:
         )
         # Of the likeliest walk, and the third part of its lattice beside the candidates.
         self._logprobs = torch.zeros(0 if edges is None else max_requests * steps, device=device)
+        self._views = lru_cache(64)(self._read)  # most steps are like the last
         self._hidden = torch.zeros(0)
         if edges is not None and drawn:
             columns, dtype = edges.projection
@@ -86,6 +89,9 @@ class RowReader:
         Logprobs are over the whole vocabulary; those of a walk are each step's among its candidates, given the
         step before. A tree of walks would need those of all edges: there are no candidates for it.
         """
+        return self._views(bs, steps, padded)
+
+    def _read(self, bs: int, steps: int, padded: int) -> tuple[Tensor, Candidates | None]:
         if self._edges is not None:
             return self._logprobs[: bs * steps].view(bs, steps), None
         candidates = Candidates(*(of.view(bs, steps, -1) for of in self._written(bs, steps, padded)))

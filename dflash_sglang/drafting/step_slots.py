@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from dflash_sglang.sglang_names.scheduler import FutureRelayBuffers, offer_futur
 # Overlap scheduling copies an outcome to the host while the next step runs, and waits before the one after.
 _PLACES = 4
 _NOBODYS = _PLACES  # where a rank without requests writes
+TREE_ROWS = 128  # of a step's trees together, at most: with more rows a step takes longer than a tree is worth
 
 
 class Accepted(NamedTuple):
@@ -22,7 +24,10 @@ class Accepted(NamedTuple):
     commit_lens: torch.Tensor  # [bs] int32, accepted proposals + 1
     bonus_tokens: torch.Tensor  # [bs] int64, the last committed token
     new_seq_lens: torch.Tensor  # [bs] int64, prefix + commit
-    packed: torch.Tensor  # [n] int64, for one copy to the host: begins with `commit_lens`, ends with `target_ids`
+    # [n] int64, for one copy to the host: `commit_lens`, from `start` on `target_ids`, then room for what else the
+    # host asks of a step: of each request, as many float32 as a block and a tree have rows, and one more.
+    packed: torch.Tensor
+    start: int
 
 
 class StepSlots:
@@ -45,16 +50,19 @@ class StepSlots:
         def buffer(width: int) -> torch.Tensor:
             return torch.zeros((_PLACES + 1, width), dtype=torch.int64, device=device)
 
-        lens = (max_requests + 1) // 2  # int64 that hold so many int32
-        self._packed = buffer(lens + max(rows * requests for rows, requests in chains.items()))
+        self._lens = lens = (max_requests + 1) // 2  # int64 that hold so many int32
+        ids = max(rows * requests for rows, requests in chains.items())
+        more = (max_requests * (block_size + 1) + TREE_ROWS + 1) // 2
+        self._packed = buffer(lens + ids + more)
         self.outcomes = Outcomes(
-            self._packed[:, lens:],
+            self._packed[:, lens : lens + ids],
             self._packed.view(torch.int32)[:, :max_requests],
             buffer(max_requests),
             buffer(max_requests),
         )
         self.current = torch.tensor([_NOBODYS], device=device)  # place of the step that runs
         self._place = 0
+        self._views = lru_cache(64)(self._outcome)  # most steps are like the last
         self._future_relay = FutureRelayBuffers(req_pool_size=max_requests, device=device)
         self.fit(max_requests)
 
@@ -90,12 +98,15 @@ class StepSlots:
 
     def outcome(self, bs: int, width: int) -> Accepted:
         """What this step's accept commits of bs blocks of this width; valid for three steps more."""
-        place, n = self._place, bs * width
-        ids, *of_requests = (buffer[place] for buffer in self.outcomes)
-        commit_lens, bonus_tokens, new_seq_lens = (buffer[:bs] for buffer in of_requests)
-        self._note_relayed(bonus_tokens, new_seq_lens)
-        packed = self._packed[place, : self._packed.shape[1] - len(ids) + n]
-        return Accepted(ids[:n].view(bs, width), commit_lens, bonus_tokens, new_seq_lens, packed)
+        accepted = self._views(self._place, bs, width)
+        self._note_relayed(accepted.bonus_tokens, accepted.new_seq_lens)
+        return accepted
+
+    def _outcome(self, place: int, bs: int, width: int) -> Accepted:
+        ids, commit_lens, bonus_tokens, new_seq_lens = (buffer[place] for buffer in self.outcomes)
+        target_ids = ids[: bs * width].view(bs, width)
+        packed = self._packed[place], self._lens
+        return Accepted(target_ids, commit_lens[:bs], bonus_tokens[:bs], new_seq_lens[:bs], *packed)
 
     def _note_relayed(self, last_tokens: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Spares SGLang's writes of these tensors."""

@@ -81,11 +81,12 @@ class Acceptor:
             )
             self._max_commit[rows] = values.int()
 
-    def clip_to_limits(self, proposals: Proposals, requests: torch.Tensor) -> Proposals:
-        """Proposals of requests [bs], rows of req_to_token, with logprobs as the accept will have it: no chance
-        beyond what a request's step may commit."""
+    def clip_to_limits(self, proposals: Proposals, batch: ScheduleBatch, requests: torch.Tensor) -> Proposals:
+        """Proposals of a batch, in these rows of req_to_token [bs], with logprobs as the accept will have it: no
+        chance beyond what a request's step may commit."""
         logprobs, best = proposals.logprobs, proposals.best
-        if logprobs is None or self._max_commit_on_host.min() >= self.block_size:
+        limits = self._max_commit_on_host.take(batch.req_pool_indices_cpu.numpy())
+        if logprobs is None or limits.min() >= self.block_size:
             return proposals
         lane = torch.arange(logprobs.shape[1], device=logprobs.device)
         beyond = lane >= self._max_commit[requests][:, None] - 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from dflash_sglang.width.policy import Stretch, WidthPolicy
     from dflash_sglang.width.runtime_states import RuntimeStates
 
-logger = logging.getLogger(__name__)
-
-LOG_SECONDS = 10.0  # between two lines about changes of the width
 NOTHING_EXCLUDED = Excluded()
 NO_SLOTS = np.zeros(0, np.int64)
 MOST_IN_FLIGHT = 8  # steps that were launched and did not come back; overlap scheduling has at most two
@@ -48,13 +44,13 @@ class _Current(NamedTuple):
     waited: list[bool]  # of its steps, whether the device waited for the host
 
 
+@dataclass
 class _Launched:
     """A step whose result is to come."""
 
-    __slots__ = "last", "of", "result"
-
-    def __init__(self, of: _Current, result: StepResult) -> None:
-        self.of, self.result, self.last = of, result, False  # the last one of its stretch
+    of: _Current
+    result: StepResult
+    last: bool = False  # of its stretch
 
     def has(self, accepted: list[int]) -> bool:
         """Whether SGLang took this list of accepted proposals from the step's result."""
@@ -75,16 +71,14 @@ class WidthController:
         limit: Callable[[np.ndarray, np.ndarray], None],
         clock: StepClock,
         observer: Observer,
-        speaks: bool = True,
     ) -> None:
-        """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`). speaks: this rank logs."""
+        """limit: sets what a step may commit of requests (`Acceptor.set_max_commit`)."""
         self._policy, self._states, self._limit, self._clock = policy, states, limit, clock
         self.learns, self.choices = policy.learns, policy.widths  # see `WidthPolicy`
         self._observer = observer
         self._current: _Current | None = None
         self._launched: deque[_Launched] = deque()
         self._mark: Any = None  # end of the latest step, unless something else came after it
-        self._speaks, self._logged_changes, self._logged_at = speaks, 0, -LOG_SECONDS
 
     def prefill(self, batch: ScheduleBatch) -> None:
         """Before a batch is prefilled, or another rank's: its new requests take their slots."""
@@ -131,8 +125,6 @@ class WidthController:
         as_block = shape.budget is None and (shape.chain or shape.width) == block <= int(most.min())
         self._current = _Current(stretch, most, context, whole, batch.reqs, as_block, [self._mark], [])
         self._states.use(shape)
-        if self._speaks and not stretch.decision.probe:
-            self._log_change(stretch.decision, requests)
 
     def _end(self) -> None:
         """The latest step was the last of its stretch."""
@@ -170,8 +162,7 @@ class WidthController:
         while not (done := self._launched.popleft()).has(accepted):
             self._policy.leave_out("a step came back before the one that was launched before it")
         of, result = done.of, done.result
-        drafted = result.logprobs, result.verified_lens, result.mass, result.promised
-        logprobs, lens, mass, promised = (None if part is None else part.numpy() for part in drafted)
+        logprobs, lens, mass, promised = result.drafted()
         self._policy.verified(of.stretch, accepted, logprobs, lens, mass, promised)
         if done.last:
             self._time(of)
@@ -182,24 +173,6 @@ class WidthController:
             self._observer.verified(step, of.context_tokens)
             if not of.as_block:
                 _count_proposals(of.reqs, (step.proposals - (self._observer.block - 1)).tolist())
-
-    def _log_change(self, decision: Decision, requests: int) -> None:
-        """One line if the shape has changed, not more often than every `LOG_SECONDS`."""
-        metrics = self._policy.metrics
-        changes = metrics.changes - self._logged_changes
-        if not changes or (now := time.perf_counter()) - self._logged_at < LOG_SECONDS:
-            return
-        logger.info(
-            "dflash_sglang verify width: %s at %d requests (%s; %d changes since the last line); estimated "
-            "tokens/s by the table of step times: %.2f of those at width 1, %.2f of those at the whole block",
-            decision.kind,
-            requests,
-            metrics.last_change,
-            changes,
-            metrics.over_width_1,
-            metrics.over_block,
-        )
-        self._logged_changes, self._logged_at = metrics.changes, now
 
     def report(self, reporter: Any) -> None:
         """After SGLang's decode line, see `Observer.report`."""

@@ -184,8 +184,7 @@ class WidthPolicy:
             stretch.steps += 1
             return stretch
         self._end()
-        slots = slots.astype(np.intp)
-        plan = None
+        slots, plan = slots.astype(np.intp), None
         if number >= self._until or self._group.gather is None:
             for _, results in groupby(self._results, key=attrgetter("stretch")):
                 self._learn(list(results))
@@ -204,8 +203,8 @@ class WidthPolicy:
             return HOLD_COPIES
         if decision.probe:
             return 1
-        waits = self._group.broadcast is not None and bool(self.chains)  # for copies, of which results tell
-        longest = HOLD_COPIES if waits else HOLD
+        # Results, which tell of copies, end nothing where ranks decide together.
+        longest = HOLD_COPIES if self._group.broadcast is not None and self.chains else HOLD
         same = decision.kind == self._kind
         self._kind, self._hold = decision.kind, min(2 * self._hold, longest) if same else 1
         # After a prefill, ranks with requests of their own know those of the others by the step after the next.
@@ -273,8 +272,7 @@ class WidthPolicy:
         if not self.learns or logprobs is None or not n or not logprobs.shape[1]:
             return
         self._results.append(Result(stretch, accepted, logprobs, lens, mass, promised))
-        *_, longest = stretch.situation
-        if longest and promised is not None and self._group.broadcast is None:
+        if stretch.situation[-1] and promised is not None and self._group.broadcast is None:
             decision = stretch.decision
             if decision.chain is None and max(accepted) == decision.width - 1 and promised.any():
                 self._until = 0  # the copy may go on

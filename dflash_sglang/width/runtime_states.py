@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from dflash_sglang.attention.trees import serve_trees
+from dflash_sglang.drafting.step_slots import TREE_ROWS
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.patches.attention_room import plan_windows, room_for_blocks
 from dflash_sglang.patches.flash3 import spare_launches
@@ -24,7 +25,6 @@ from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.tree import Trees
 from dflash_sglang.width.options import least_budget
 
-TREE_ROWS = 128  # of a step's trees together, at most: with more rows a step takes longer than a tree is worth
 TILE = 64  # rows: with fewer of them, GEMMs take as long
 
 

@@ -18,7 +18,7 @@ from dflash_sglang.width.options import Kind
 # Chosen in the simulation (docs/results/width-simulated.md).
 MEASURED, FILLED = 2 / 3, 2.0  # variance of a cell, over that of an observation: measured at start-up, or not
 DRIFT = 1 / 240  # that it grows by with each step, up to that of a cell that nobody measured
-TO_KIND, TO_CELL = 0.3, 0.4  # of an error, the parts that go to the factor of its kind and of its cell
+TO_CELL = 0.7  # of an error, the part that goes to the factor of its cell
 TO_HOST = 0.25  # of an error, the part that goes to the host's time with each step
 PACE_STEPS = 5  # the latest ones, of which one or two may be outliers
 SPACING = 4  # from one batch size that start-up measures to the next
@@ -55,11 +55,10 @@ class StepTimes:
     The base of a ragged kind is a step that verifies one token of each request. What more tokens add depends on
     how many there are in all: chains say how much.
 
-    `observe` corrects the table by three kinds of factors.
+    `observe` corrects the table by two kinds of factors.
 
-    - The pace of the machine, one factor of the whole table: the median of the latest steps. A machine that is
-      slower than at start-up, for long or for a few steps, changes no ratio between kinds.
-    - A factor per kind: a kind that is slower than measured is so at batch sizes that were not seen yet.
+    - The pace of the machine, one factor of the whole table: the median of the latest steps. A slower machine, for
+      long or for a few steps, changes no ratio between kinds.
     - A factor per cell, with a Kalman gain. The variance of a cell grows with its age, so a few probes correct
       what start-up or a slow spell left wrong.
     """
@@ -71,7 +70,7 @@ class StepTimes:
         self._pace = 1.0
         self._latest: deque[float] = deque(maxlen=PACE_STEPS)  # times over those of the table without the pace
         cells = len(self.buckets), len(self.kinds)
-        self._by_kind, self._by_cell = np.ones(len(self.kinds)), np.ones(cells)
+        self._by_cell = np.ones(cells)
         self._variance = [[FILLED] * len(self.kinds) for _ in self.buckets]
         self._observed = 0  # steps
         self._last_observed = [[0] * len(self.kinds) for _ in self.buckets]
@@ -145,7 +144,7 @@ class StepTimes:
         """Expected seconds of the device in a step of one kind, given as an index. more: what its rows add, of a
         ragged one."""
         of_table = self._base[bucket, kind] + self._slope[kind] * context_tokens + more
-        return float(of_table * self._by_kind[kind] * self._by_cell[bucket, kind] * self._pace)
+        return float(of_table * self._by_cell[bucket, kind] * self._pace)
 
     def added(self, bucket: int, tokens: np.ndarray) -> np.ndarray:
         """[n] seconds by the table that a ragged step takes beyond its base, if it verifies so many tokens [n]."""
@@ -153,7 +152,7 @@ class StepTimes:
 
     def factors(self, bucket: int) -> np.ndarray:
         """[kinds] expected seconds over those of the table."""
-        return self._by_kind * self._by_cell[bucket] * self._pace
+        return self._by_cell[bucket] * self._pace
 
     def observe(
         self,
@@ -193,7 +192,6 @@ class StepTimes:
         if abs(ratio - 1.0) > limit:  # of the machine rather than of the kind
             ratio *= pace / self._pace
         error = min(max(ratio - 1.0, -limit), limit)
-        self._by_kind[kind] *= 1.0 + TO_KIND * gain * error
         self._by_cell[bucket, kind] *= 1.0 + TO_CELL * gain * error
 
 

@@ -111,7 +111,6 @@ def test_output_equals_plain_decoding_while_load_and_width_change(ours, plain):
     assert sum(after["probes"].values()) >= 1 and after["changes"] >= 1
     assert after["last_change"] in ("load", "gain", "limit")
     assert after["estimated_over_block"] > 0 and after["left_out"] == 0
-    assert "dflash_sglang verify width: " in server.log_text()
     gauge = re.search(r"^sglang:spec_num_draft_tokens\{.*\} ([\d.]+)$", server.text("/metrics"), re.MULTILINE)
     assert gauge and float(gauge[1]) in WIDTHS
 

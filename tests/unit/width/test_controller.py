@@ -15,7 +15,7 @@ from dflash_sglang.observe.counts import Counts
 from dflash_sglang.observe.observer import Observer
 from dflash_sglang.verify.rows import Excluded, Shape
 from dflash_sglang.verify.step_clock import StepClock
-from dflash_sglang.width import controller
+from dflash_sglang.verify.step_result import Drafted
 from dflash_sglang.width.controller import MOST_IN_FLIGHT, NOTHING_EXCLUDED, WidthController
 from dflash_sglang.width.decider import Decision
 from dflash_sglang.width.options import Kind
@@ -124,9 +124,8 @@ def launch(
     """A step and its result. of_draft: logprobs, verified rows, masses of nodes and promises, lists or None.
     ended: it has, when the next one is launched."""
     widths.next(batch, excluded)
-    tensors = [None if of is None else torch.tensor(of) for of in (*of_draft, *[None] * (4 - len(of_draft)))]
-    named = dict(zip(("logprobs", "verified_lens", "mass", "promised"), tensors, strict=True))
-    result = SimpleNamespace(**named, num_correct_drafts_per_req_cpu=None, copy_done=ended)
+    drafted = Drafted(*(None if of is None else np.array(of) for of in of_draft))
+    result = SimpleNamespace(drafted=lambda: drafted, num_correct_drafts_per_req_cpu=None, copy_done=ended)
     widths.returned(result)
     return result
 
@@ -267,20 +266,3 @@ def test_steps_that_never_come_back_are_forgotten_and_those_after_them_are_timed
         ("prefill",),
         ("timed", 3 * MOST_IN_FLIGHT, 1.0, 1, False),
     ]
-
-
-def test_changes_are_logged_once_in_ten_seconds(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level("INFO")
-    widths, policy, _ = adaptive([16, 8, 4, 2])
-    for now, changes in ((0.0, 0), (1.0, 1), (5.0, 2), (11.5, 3)):
-        monkeypatch.setattr(controller, "time", SimpleNamespace(perf_counter=lambda now=now: now))
-        policy.metrics.changes = changes
-        widths.next(decoding(1))
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(";")[0] for line in lines] == [
-        "dflash_sglang verify width: ragged 8 at 1 requests (load",
-        "dflash_sglang verify width: ragged 2 at 1 requests (load",
-    ]
-    assert "2 changes since the last line" in lines[1] and "1.50 of those at width 1, 2.00 of" in lines[1]
