@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ class StepResult(GenerationBatchResult):
         None  # [n] int64: `accept_lens`; from `start` on `next_token_ids`, then `drafted`
     )
     start: int = 0
-    columns: tuple[int, ...] = ()  # of each part of `drafted`, 0 where it is None
+    columns: Sequence[int] = ()  # of each part of `drafted`, 0 where it is None
 
     @classmethod
     def from_verified(
@@ -58,7 +59,7 @@ class StepResult(GenerationBatchResult):
         mass = of.paths.tree.mass if chances and of.paths is not None else None
         promised = None if proposals.promised is None else proposals.promised[:, None]
         parts = logprobs, lens, mass, promised
-        columns = tuple(0 if part is None else part.shape[1] for part in parts)
+        columns = [0 if part is None else part.shape[1] for part in parts]
         if more := bs * sum(columns):
             room = accepted.packed[end : (end := end + (more + 1) // 2)].view(torch.float32)
             torch.cat([part for part in parts if part is not None], 1, out=room[:more].view(bs, -1))
@@ -89,13 +90,12 @@ class StepResult(GenerationBatchResult):
     def drafted(self) -> Drafted:
         """Once the copy to the host is done. Copies: on a CPU a later step writes there."""
         assert self.packed is not None
-        bs = len(self.accept_lens)
-        if not (more := bs * sum(self.columns)):
+        if not (more := (bs := len(self.accept_lens)) * sum(self.columns)):
             return Drafted()
         together = self.packed.numpy().view(np.float32)[:more].reshape(bs, -1).copy()
         ends = zip(self.columns, accumulate(self.columns), strict=True)
-        logprobs, lens, mass, promised = (together[:, end - n : end] if n else None for n, end in ends)
-        lens, promised = (of if of is None else of[:, 0] for of in (lens, promised))
+        logprobs, lens, mass, promised = [together[:, end - n : end] if n else None for n, end in ends]
+        lens, promised = [of if of is None else of[:, 0] for of in (lens, promised)]
         return Drafted(logprobs, lens if lens is None else lens.view(np.int32), mass, promised)
 
 
