@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of bench/results that a GPU gives, part after part:  bench/figures.sh GPUS PART...
 #
-#   on one GPU       wide narrow long profile startup_widths like_for_like like_for_like_poor pair
+#   on one GPU       wide narrow long profile startup_widths like_for_like like_for_like_poor
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised rows_trained
 #                    copy_edits copy_ordinary drafts_dspark drafts_domino house recurrent_9b pd_decode
 #   on two, "0,1"    tp2 dpa2 dpa2_recurrent tp2_rows
@@ -105,7 +105,6 @@ for name in "$@"; do
         --mem-fraction 0.5 --concurrency 1 8 32 64 --input 600 --output 256 --seconds 5 --kept 1.0 --no-trees \
         --logs "$logs/rows_trained" ;;
     rows_penalised) rows penalised "" --kinds ours --concurrency 64 32 --fixed 16 8 6 4 --presence-penalty 1.5 ;;
-    pair) part serve_pair pair ;;
     copy_edits) copies edits "" --texts rewrite edits --copy 64 --concurrency 1 8 --seconds 4 ;;
     # Every prompt is prefilled as a whole: prefixes that happen to be there differ from round to round.
     copy_ordinary) copies ordinary " --disable-radix-cache" --texts code prose --copy 64 --output 1024 ;;

@@ -36,7 +36,6 @@ from typing import Any
 
 from bench import report
 from bench.load import Load, OfTexts, rotated
-from bench.pair import prompts_of_pair
 from bench.servers import Candidate, add_options, parse, server_of, together
 from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy, watch
 from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
@@ -45,6 +44,7 @@ from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server
 from dflash_sglang.demo.signals import signals_as_exit
 from dflash_sglang.settings.plugin_config import CONFIG_ENV, FORCED_ENV
+from training.pair import held_out_prompts
 
 BEFORE, AFTER, NO_TREES = "before", "after", "no_trees"
 ROOT = Path(__file__).parents[1]
@@ -166,7 +166,12 @@ def main() -> int:
     tokens = most * (arguments.input + longest + 2 * BLOCK)  # no request waits for another one's end
     load, measured = Load(1, 1, arguments.input, arguments.output, token_ids=range(*arguments.token_ids)), measure
     if arguments.held_out:
-        load, measured = OfTexts(1, 1, output_tokens=arguments.output, texts=prompts_of_pair()), measure_held_out
+        load, measured = (
+            OfTexts(
+                1, 1, output_tokens=arguments.output, texts=[list(text.encode()) for text in held_out_prompts()]
+            ),
+            measure_held_out,
+        )
     by_name = {one.name: one for one in found}
     starts: dict[str, list[float]] = {name: [] for name in (BEFORE, AFTER)}
     loads: dict[str, dict[str, list[Any]]] = {}
