@@ -154,8 +154,7 @@ def measure(
     custom_params: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, list[Any]]]:
     """{name: {figure: [one value per round]}} of one load; custom_params: of loads of our server under names of
-    their own. Of ours there is `by_width`, too: steps, those among them that were probes, and their seconds, ramps
-    included."""
+    their own. Of ours there is `by_width`, too: steps, and those among them that were probes, ramps included."""
     everyone = {**servers, **dict.fromkeys(custom_params, servers[OURS])}
     of_widths: dict[str, list[Any]] = {}
 
@@ -182,10 +181,10 @@ def told(server: Server) -> dict[str, Any]:
     return state["dflash_width"]
 
 
-def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[float]]:
-    """{width: [steps, probes among them, seconds]} of the widths that steps had."""
+def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[int]]:
+    """{width: [steps, probes among them]} of the widths that steps had."""
     grown = {
-        width: [round(now[figure][width] - before[figure][width], 4) for figure in ("steps", "probes", "seconds")]
+        width: [now[figure][width] - before[figure][width] for figure in ("steps", "probes")]
         for width in now["steps"]
     }
     return {width: of_width for width, of_width in grown.items() if of_width[0]}

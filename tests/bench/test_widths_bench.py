@@ -78,7 +78,6 @@ class Stub:
         told = {
             "steps": {"1": 0, "4": self.steps, "16": 1},
             "probes": {"1": 0, "4": 0, "16": 1},
-            "seconds": {"1": 0.0, "4": 0.5 * self.steps, "16": 0.1},
         }
         return {"internal_states": [{"dflash_width": told}]}
 
@@ -106,7 +105,7 @@ def test_a_width_that_requests_ask_for_is_one_of_the_turns_of_the_policys_server
     rounds = {name: len(figure["tokens_per_second"]) for name, figure in figures.items()}
     assert rounds == {"ours": 2, "ours_4": 2, "plain": 1}
     # As many between two looks.
-    assert figures["ours"]["by_width"] == figures["ours_4"]["by_width"] == [{"4": [3, 0, 1.5]}] * 2
+    assert figures["ours"]["by_width"] == figures["ours_4"]["by_width"] == [{"4": [3, 0]}] * 2
     assert "by_width" not in figures["plain"]
     assert plain.loads == [{None}] * 2, "warm, and slower by far than ours"
     # Warm; a round that ours begins and one that it ends, each after a load that is not measured.
