@@ -50,6 +50,7 @@ def test_the_memory_line_counts_the_drafts_weights_its_copies_and_its_pool_once(
     layers.start_rank()
     tables = Tables.taken(StepSlots(rows := 101, 16, "cpu"), Adjustments(rows, 16, 32000, "cpu"))
     counted = rows * (5 * 32000 + 17 * 8 + 5 * (16 + 2) * 8 + 5 * 4 + 2 * 8 + 4)
+    counted += 5 * 4 * (rows * 17 + 128)  # what the draft thought of rows, and of trees' nodes
     model = layers.make_draft(tmp_path, hidden_size=512, intermediate_size=4096)
     ContextKV(model)  # stacks K and V rows: the layers' weights become slices
     pool = layers.make_pool(model, slots=SLOTS)

@@ -186,10 +186,13 @@ def test_steps_of_a_stretch_are_timed_together_by_their_median_once_all_have_com
     come_back(widths, results.pop(0), [1, 1])
     # 2, 1, 6 and 2.5 seconds; when three of them were launched, the one before had ended
     assert policy.told[-1] == ("timed", 2, 2.25, 4, True)
-    come_back(widths, results.pop(0), [1, 1])
-    launch(widths, decoding(1, 2))
+    clock.ends = 118.0
+    results.append(launch(widths, decoding(1, 2)))
     widths.prefill(prefilled({}))  # ends the last one, whose result is to come
     assert [told[0] for told in policy.told].count("timed") == 1
+    for result in results:
+        come_back(widths, result, [1, 1])
+    assert policy.told[-1] == ("timed", 6, 3.25, 2, False), "of two, one step waited for the host"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -223,6 +226,8 @@ def test_what_a_step_may_be_and_what_the_draft_thought_of_it_comes_with_its_resu
     assert policy.of_draft == [
         [logprobs, lens, None, None], [logprobs, None, mass, None], [None] * 4, [logprobs, None, None, promised]
     ]  # fmt: skip
+    # Verified proposals of each step over those of a block: 1 of a ragged one, a tree's, and 7, 3, 7 of chains.
+    assert batch.reqs[0].spec_num_cap_tokens == (1 - 15) + 0 + (7 - 15) + (3 - 15)
     totals = widths.observer.counts.totals()
     assert totals.accepted[0] == 4 and totals.accepted_drafts[0] == 3, "a copy is none of the draft's proposals"
 

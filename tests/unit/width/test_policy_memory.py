@@ -145,6 +145,14 @@ def test_a_request_whose_copy_came_true_to_the_end_of_a_block_gets_long_chains(a
     assert long_next(chosen, 1) is pays and not long_next(chosen, 2)
 
 
+def test_a_copy_that_comes_true_to_the_end_of_a_block_is_gone_on_with_though_a_decision_holds():
+    chosen = blocks()
+    for _ in range(12):  # of steps 8 to 15 one decision
+        step_of(chosen, [3], 0.0, [1], LONG)
+    step_of(chosen, [15], SURE, [1], LONG)
+    assert long_next(chosen, 1)
+
+
 @pytest.mark.parametrize(("accepted", "goes_on"), [(16, False), (17, True), (63, True), (3, False)])
 def test_long_chains_go_on_while_they_give_a_tenth_more_than_blocks(accepted, goes_on):
     chosen = blocks()
