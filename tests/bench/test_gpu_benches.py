@@ -120,23 +120,23 @@ def test_a_claim_is_a_ratio_of_medians_against_the_bound_of_its_load() -> None:
 
 
 def test_tokens_are_counted_at_the_accept_length_of_the_long_run(monkeypatch) -> None:
-    figures = {"by_width": [{"16": [30, 0, 1.0], "1": [10, 0, 1.0]}]}
+    figures = {"by_width": [{"16": [30, 0], "1": [10, 0]}]}
     for server, of, length in (("built_in", {}, 6.42), ("ours", figures, (3 * 6.42 + 1) / 4), ("plain", {}, 1.0)):
         assert expected_length(server, of, 0, GOOD) == pytest.approx(length, abs=0.01)
-    steps = {"16": [100, 0, 1.0], "1": [50, 2, 0.3]}
+    steps = {"16": [100, 0], "1": [50, 2]}
     assert paired.rate(steps, 2.0, 8) == pytest.approx(8 * (100 * 6.42 + 50) / 2, rel=0.001)
 
     counted = iter([{"16": 10, "1": 0}, {"16": 40, "1": 10}])
 
     def told(server: Any) -> dict[str, Any]:
         steps = next(counted)
-        return {"steps": steps, "probes": dict.fromkeys(steps, 0), "seconds": steps}
+        return {"steps": steps, "probes": dict.fromkeys(steps, 0)}
 
     monkeypatch.setattr(recurrent, "told", told)
     monkeypatch.setattr(recurrent, "occupy", lambda *_: None)
     monkeypatch.setattr(recurrent, "watch", lambda *_: Outcome(1000.0, 5.0, 7.0))
     ours = recurrent.measure(None, OURS, Load(8, 1), 6.0)
-    assert ours["by_width"] == {"16": [30, 0, 30], "1": [10, 0, 10]}
+    assert ours["by_width"] == {"16": [30, 0], "1": [10, 0]}
     assert ours["by_steps"] == pytest.approx(1000 * (3 * 6.42 + 1) / 4 / 5, rel=0.001)
 
 
