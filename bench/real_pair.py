@@ -26,7 +26,7 @@ from dflash_sglang.bench.settings import Served, Settings
 from dflash_sglang.demo.launch import OURS
 from dflash_sglang.demo.progress import Progress
 
-WANTED = {"gsm8k": 4.0, "humaneval": 3.2, "mtbench": 2.6}  # by part of a set's name
+WANTED = {"gsm8k": 4.0, "humaneval": 3.2, "mtbench": 2.6}  # by set
 
 
 class WithBlocks(Settings):
@@ -48,14 +48,14 @@ def settings(argv: Sequence[str], out: Path) -> Settings:
 
 def claims(figures: Sequence[dict[str, Any]], block: int) -> list[dict[str, Any]]:
     """Of accept lengths at one request."""
-    return [
-        report.at_least(f"accept length, blocks of {block}, 1 request, {one['prompts']}", length, WANTED[name])
-        for one in figures
-        if one["server"] == str(Served(OURS, block)) and one["concurrency"] == 1
-        for name in WANTED
-        if name in Path(one["prompts"]).name.replace("-", "")
-        for length in [round(one["median"]["accept_length"], 3)]
-    ]
+    out = []
+    for one in figures:
+        name = Path(one["prompts"]).stem.replace("-", "")
+        if one["server"] == str(Served(OURS, block)) and one["concurrency"] == 1 and name in WANTED:
+            length = round(one["median"]["accept_length"], 3)
+            what = f"accept length, blocks of {block}, 1 request, {name}"
+            out.append(report.at_least(what, length, WANTED[name]))
+    return out
 
 
 def main() -> int:

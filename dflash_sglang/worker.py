@@ -139,7 +139,7 @@ class DFlashWorker(PrefillWorker):
         self.width = shape.width
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
-        proposals = self._tables.acceptor.clip_to_limits(proposals, batch, block.requests)
+        proposals = self._tables.acceptor.clip_to_limits(proposals, batch)
         rows = self._rows(batch, block, proposals, shape)
         verified = self._verifier.verify(batch, block, proposals, rows, grammar_barrier)
         accepted = verified.accepted

@@ -89,17 +89,17 @@ class Copies:
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
         """Replace the proposals of requests whose text promises more; in place, in two launches."""
         del batch
-        longest = int(block.kv_len_bounds.numpy().max()) - block.size
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
         drawn_from = Candidates(proposals.candidates, proposals.probs) if drawn else None
         of_block = proposals.tokens, block.slots, block.prefix_lens, block.requests
         rows = CopyRows(*of_block, drawn_from, proposals.logprobs, proposals.best)
-        with torch.inference_mode():  # in which candidates are drawn
-            if block.size > PLAIN:
-                find_copies(rows, self._tables, longest)
-            write_copies(rows, self._tables)
         if block.size == PLAIN:
+            write_copies(rows, self._tables)
             return proposals
+        longest = int(block.kv_len_bounds.numpy().max()) - block.size
+        with torch.inference_mode():  # in which candidates are drawn
+            find_copies(rows, self._tables, longest)
+            write_copies(rows, self._tables)
         return proposals._replace(promised=self._tables.promised[: block.batch_size])
 
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:

@@ -81,15 +81,13 @@ class Acceptor:
             )
             self._max_commit[rows] = values.int()
 
-    def clip_to_limits(self, proposals: Proposals, batch: ScheduleBatch, requests: torch.Tensor) -> Proposals:
-        """Proposals of a batch, in these rows of req_to_token [bs], with logprobs as the accept will have it: no
-        chance beyond what a request's step may commit."""
-        logprobs, best = proposals.logprobs, proposals.best
-        limits = self._max_commit_on_host.take(batch.req_pool_indices_cpu.numpy())
-        if logprobs is None or limits.min() >= self.block_size:
+    def clip_to_limits(self, proposals: Proposals, batch: ScheduleBatch) -> Proposals:
+        """Proposals with logprobs as the accept will have it: no chance beyond what a request may commit."""
+        logprobs, best, rows = proposals.logprobs, proposals.best, batch.req_pool_indices_cpu.numpy()
+        if logprobs is None or self._max_commit_on_host.take(rows).min() >= self.block_size:
             return proposals
         lane = torch.arange(logprobs.shape[1], device=logprobs.device)
-        beyond = lane >= self._max_commit[requests][:, None] - 1
+        beyond = lane >= self._max_commit[batch.req_pool_indices][:, None] - 1
         if best is not None:
             best = best._replace(logprobs=best.logprobs.masked_fill(beyond[:, :, None], float("-inf")))
         return proposals._replace(logprobs=logprobs.masked_fill(beyond, float("-inf")), best=best)

@@ -105,7 +105,8 @@ class WidthPolicy:
     steps. Rank 0 decides (`decider`), the others are told. Every rank estimates what its own requests accept.
     Nothing here reads a clock or draws.
 
-    Results decide nothing but estimates. One that is lost or fits no step is left out of them (`leave_out`).
+    Results change estimates alone, but for that copy, which ends a decision of a rank that is alone. One that is
+    lost or fits no step is left out (`leave_out`).
     """
 
     def __init__(
