@@ -1,10 +1,10 @@
-"""Records what the trained pair proposes and accepts, for measurements that force acceptance to be like it.
+"""The record of the packaged pair, for measurements that force acceptance to be like it.
 
-python -m bench.record [--out bench/records/pair.npz] [--prompts 40] [--new-tokens 128]
+python -m bench.record FILE.npz... [--out bench/records/pair.npz] [--texts 32] [--tokens 128]
 
-The target continues held-out prompts greedily, in float32. After each of its tokens the draft proposes a block,
-with context of the target's own text, as in serving. Recorded are the draft's likeliest tokens at every place of
-the block, and which of them the text goes on with (`dflash_sglang.bench.forced.record`). Servers of this package
+The files are those of `training.accept --records`, one for each data set. Of each it takes the first texts that
+are long enough, and their first tokens: after every one, the draft's likeliest tokens at each place of a block,
+and which of them the target's answer goes on with (`dflash_sglang.bench.forced.record`). Servers of this package
 and of `bench.coins` read it. A JSON file of the same name has:
 
 by_prompt        accept length where every prompt is decoded alone, from its first token to its last: mean of all
@@ -18,69 +18,31 @@ rows             tokens a request and step where so many rows of each are verifi
 from __future__ import annotations
 
 import json
-import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from bench.widths import PAIR_RECORD
 from dflash_sglang.bench.forced.record import AcceptanceRecord
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.kernels.block.share_rows import share_rows
-from training.evaluate import load_pair
-from training.features import read
-from training.objective import block_logits, masks_of
-from training.pair import held_out_prompts
-from training.reference import ReferenceDraft
-from training.shapes import likeliest
 
-RANKS = 8
 WIDTHS = (4, 6, 8, 12, 16)
-ANCHORS = 32  # blocks of one draft forward
 
 
-@torch.no_grad()
-def continued(target: Any, prompt: Sequence[int], tokens: int) -> Tensor:
-    """[1, prompt + tokens]: greedy decoding of a prompt."""
-    ids, cache = torch.tensor([list(prompt)]), None
-    step = ids
-    for _ in range(tokens):
-        out = target(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, step = out.past_key_values, out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        ids = torch.cat((ids, step), dim=1)
-    return ids
-
-
-@torch.no_grad()
-def marginal_logits(target: Any, draft: ReferenceDraft, ids: Tensor, prompt: int, tokens: int) -> Tensor:
-    """[1, tokens, block - 1, vocab] of blocks that start at each of the first tokens after the prompt."""
-    features, _ = read(target, draft.shape.target_layer_ids, ids)
-    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
-    logits = []
-    for anchors in torch.arange(prompt, prompt + tokens)[None].split(ANCHORS, dim=1):
-        masks = masks_of(anchors, draft.shape, ids.shape[1])
-        logits.append(block_logits(draft.model, embed, head, features, ids, anchors, masks))
-    return torch.cat(logits, dim=1)
-
-
-def proposed(
-    target: Any, draft: ReferenceDraft, prompt: Sequence[int], new_tokens: int, ranks: int = RANKS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [new_tokens, block - 1, ranks] and ranks [new_tokens, block - 1] of one prompt, as
-    `AcceptanceRecord` has them."""
-    block = draft.shape.block_size
-    ids = continued(target, prompt, new_tokens + block)
-    [logits] = marginal_logits(target, draft, ids, len(prompt), new_tokens)
-    best = likeliest(logits, ranks)
-    hits = torch.from_numpy(best.tokens) == ids[0, len(prompt) + 1 :].unfold(0, block - 1, 1)[:new_tokens, :, None]
-    rank = torch.where(hits.any(dim=-1), hits.int().argmax(dim=-1), ranks)
-    return best.logp.astype(np.float16), rank.to(torch.uint8).numpy()
+def beginnings(whole: AcceptanceRecord, texts: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(logprobs, ranks) of the first `tokens` starts of the first texts that have so many. Raises ValueError."""
+    of_text = (np.flatnonzero(whole.prompts == text) for text in range(int(whole.prompts.max()) + 1))
+    long = [starts[:tokens] for starts in of_text if len(starts) >= tokens]
+    if len(long) < texts:
+        raise ValueError(f"--texts {texts}: {len(long)} have {tokens} tokens; lower --texts or --tokens")
+    chosen = np.concatenate(long[:texts])
+    return whole.logprobs[chosen], whole.ranks[chosen]
 
 
 def steps_of_prompt(accepted: np.ndarray, width: int) -> list[int]:
@@ -144,32 +106,24 @@ def statistics(record: AcceptanceRecord) -> dict[str, Any]:
 
 def main() -> int:
     parser = script_parser(__doc__)
+    parser.add_argument("sets", type=Path, nargs="+", metavar="FILE.npz")
     parser.add_argument("--out", type=Path, default=PAIR_RECORD)
-    parser.add_argument("--prompts", type=int, default=40, help="the shortest ones")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of each prompt")
-    arguments = parser.parse_args()
-    target, draft, tokenizer = load_pair()
-    texts = [
-        proposed(target, draft, tokenizer.encode(text), arguments.new_tokens)
-        for text in held_out_prompts()[: arguments.prompts]
-    ]
-    logprobs, ranks = (np.concatenate(arrays) for arrays in zip(*texts, strict=True))
-    prompts = np.arange(len(texts), dtype=np.uint8).repeat(arguments.new_tokens)
+    parser.add_argument("--texts", type=int, default=32, help="of each file")
+    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    asked = parser.parse_args()
+    parts = [beginnings(AcceptanceRecord.load(path), asked.texts, asked.tokens) for path in asked.sets]
+    logprobs, ranks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    prompts = np.arange(len(parts) * asked.texts, dtype=np.uint8).repeat(asked.tokens)
     record = AcceptanceRecord(logprobs, ranks, prompts)
-    arguments.out.parent.mkdir(exist_ok=True)
-    np.savez_compressed(arguments.out, **record._asdict())
+    asked.out.parent.mkdir(exist_ok=True)
+    np.savez_compressed(asked.out, **record._asdict())
     facts = {
-        "command": " ".join(["python -m bench.record", *sys.argv[1:]]),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "prompts": len(texts),
-        "new_tokens": arguments.new_tokens,
+        "sets": [path.stem for path in asked.sets],
+        "prompts": len(parts) * asked.texts,
+        "new_tokens": asked.tokens,
         **statistics(record),
     }
-    arguments.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    asked.out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
     return 0
 

@@ -140,7 +140,7 @@ class DFlashWorker(PrefillWorker):
         block = self._blocks.build(batch, shape.width)
         proposals = self._proposer.propose(batch, block)
         proposals = self._tables.acceptor.clip_to_limits(proposals, batch)
-        rows = self._rows(batch, block, proposals, shape)
+        rows = self._rows(block, proposals, shape)
         verified = self._verifier.verify(batch, block, proposals, rows, grammar_barrier)
         accepted = verified.accepted
         if on_publish is not None:
@@ -152,15 +152,14 @@ class DFlashWorker(PrefillWorker):
         next_input = DFlashDraftInput.create(accepted.bonus_tokens, accepted.new_seq_lens, self._reservation)
         return StepResult.from_verified(verified, proposals, rows, next_input, self._learns)
 
-    def _rows(self, batch: ScheduleBatch, block: Block, proposals: Proposals, shape: Shape) -> VerifyRows:
+    def _rows(self, block: Block, proposals: Proposals, shape: Shape) -> VerifyRows:
         if shape.budget is not None:
-            return self._ragged.choose(batch, block, proposals, shape.budget)
+            return self._ragged.choose(block, proposals, shape.budget)
         if shape.nodes is not None:
-            return self._trees.choose(batch, block, proposals, shape.nodes)
+            return self._trees.choose(block, proposals, shape.nodes)
         if shape.chain is not None:
             assert self._copies is not None
-            rows = self._copies.extend(block, proposals, shape.chain)
-            return VerifyRows.of_chains(self.target_worker.model_runner, batch, block, rows)
+            return VerifyRows.of_chains(block, self._copies.extend(block, proposals, shape.chain))
         return VerifyRows.of_block(block, proposals)
 
     def _prefill(self, batch: ScheduleBatch, on_publish: Any, grammar_barrier: Any) -> GenerationBatchResult:

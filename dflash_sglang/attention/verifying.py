@@ -35,6 +35,11 @@ def verifying(backend: Any) -> Any:
     return backend if select is None else select(ForwardMode.TARGET_VERIFY)
 
 
+def prepares_in_graph(backend: Any) -> bool:
+    """Whether a captured forward of blocks finds all that attention needs in its graph's inputs."""
+    return bool(getattr(backend, "prepares_in_graph", False))
+
+
 def verify_problems(backend: Any) -> Iterator[Problem]:
     """What is wrong with the backend that a target's verify runs with, once it exists."""
     reason = getattr(verifying(backend), "dispatch_reason", None)

@@ -10,6 +10,7 @@ their blocks verify 16 tokens, too.
 
 | shape | target | draft |
 |---|---|---|
+| qwen3-4b | Qwen3-4B: 36 layers (8.0 GB) | 5 layers (1.1 GB) |
 | qwen3-8b | Qwen3-8B: 36 layers (16.4 GB) | 5 layers (2.1 GB) |
 | qwen3-30b-a3b | Qwen3-30B-A3B: 48 layers, 128 experts of which 8 are taken (61 GB) | 8 dense layers (1.0 GB) |
 | hybrid-9b | Qwen3.5-9B: 24 gated delta nets, 8 layers with full attention (17.9 GB) | 6 layers (2.5 GB) |
@@ -79,6 +80,14 @@ class Shape:
 
 
 SHAPES: Mapping[str, Shape] = {
+    "qwen3-4b": Shape(
+        dict(QWEN3, tie_word_embeddings=True),
+        dict(
+            num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128,
+        ),
+        draft=dict(num_hidden_layers=5, intermediate_size=9728), mask_token_id=151669,
+    ),
     "qwen3-8b": Shape(
         QWEN3,
         dict(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dflash_sglang.attention.verifying import slot_plan
+from dflash_sglang.drafting.replays import replay_of
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
@@ -42,8 +44,9 @@ class Block:
     requests: torch.Tensor  # [bs] rows of req_to_token
     kv_len_bounds: torch.Tensor  # [bs] on the host: no request's prefix + block is longer
     prefix_bounds_sum: int  # of these, without the blocks: attention backends add them
-    loc_plan: KVLocPlan  # the same slots in every pool's own ids
     rows: Rows  # of ids, positions and slots, row by row
+    runner: ModelRunner  # whose requests these are
+    padded: int  # requests of which graphs find rows here, those that only pad among them
     draft_slots: torch.Tensor | None = None  # [bs, block] in rings; None: the draft names slots alike
     requests_cpu: torch.Tensor | None = None  # of a draft with rings
     exact: bool = False  # whether the bounds are the lengths
@@ -56,16 +59,23 @@ class Block:
     def size(self) -> int:
         return self.ids.shape[1]
 
-    def without_last(self, runner: ModelRunner) -> Block:
-        """Blocks of all rows but the last; copies. runner: whose requests these are."""
-        ids, positions, slots = (of[:, :-1].contiguous() for of in (self.ids, self.positions, self.slots))
-        rows = Rows(ids.view(-1), positions.view(-1), slots.view(-1))
+    @cached_property
+    def loc_plan(self) -> KVLocPlan:
+        """The same slots in every pool's own ids."""
+        return self.plan_of(self.rows.slots, self.size)
+
+    def plan_of(self, slots: torch.Tensor, rows: int) -> KVLocPlan:
+        """As `loc_plan`, of so many rows of each request, in these slots."""
         prefixes = self.kv_len_bounds - self.size
-        loc_plan = slot_plan(runner, self.requests, self.prefix_lens, prefixes, rows.slots, self.size - 1)
+        return slot_plan(self.runner, self.requests, self.prefix_lens, prefixes, slots, rows)
+
+    def without_last(self) -> Block:
+        """Blocks of all rows but the last; copies."""
+        ids, positions, slots = (of[:, :-1].contiguous() for of in (self.ids, self.positions, self.slots))
         in_rings = None if self.draft_slots is None else self.draft_slots[:, :-1].contiguous()
         return replace(
             self, ids=ids, positions=positions, slots=slots, kv_len_bounds=self.kv_len_bounds - 1,
-            loc_plan=loc_plan, rows=rows, draft_slots=in_rings,
+            rows=Rows(ids.view(-1), positions.view(-1), slots.view(-1)), draft_slots=in_rings,
         )  # fmt: skip
 
 
@@ -100,32 +110,27 @@ class BlockBuilder:
 
         rows = max_requests * block_size
         self._own = GraphInputs(*map(buffer, (rows, rows, rows, max_requests, max_requests)))
-        self._tensors, self._rows = self._views(self._own, 0, block_size)
+        self._of: Any = None  # the requests, width and graphs that the views are for
 
     def build(self, batch: ScheduleBatch, width: int) -> Block:
         """Blocks of `width` for a decode batch whose slots `prepare_for_decode` has reserved."""
         bs = len(batch.reqs)
-        if self._tensors.ids.shape != (bs, width):  # views outlive the step: most steps are like the last
-            self._tensors, self._rows = self._views(self._inputs(bs, width), bs, width)
-        tensors = self._tensors
+        of = bs, width, id(self._runner.decode_cuda_graph_runner)
+        if self._of != of:  # views outlive the step: most steps are like the last
+            self._of = of
+            self._look(bs, width)
         sources = BlockSources(*self._slots.relay, batch.req_pool_indices, self._req_to_token)
-        prepare_block(sources, self._mask_token_id, self._longest, self._slots.next(), tensors)
+        place = self._slots.next()
+        prepare_block(sources, self._mask_token_id, self._longest, place, self._padded, self._filler)
         exact = batch.seq_lens_cpu is not None
         if exact:
             prefixes = np.minimum(batch.seq_lens_cpu.numpy(), self._longest)
             kv_len_bounds, prefixes_sum = torch.from_numpy(prefixes + width), int(np.add.reduce(prefixes))
         else:
             kv_len_bounds = batch.spec_info.nxt_kv_lens_cpu
-            prefixes = kv_len_bounds.numpy() - width
             prefixes_sum = batch.spec_info.nxt_kv_lens_sum - bs * width
-        loc_plan = self._runner.kv_index_translator.plan(  # not `slot_plan`: every step runs this
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=tensors.prefix_lens,
-            seq_lens_cpu=torch.from_numpy(prefixes),
-            write_virtual=self._rows.slots,
-            read_extent=width,
-        )
-        block = Block(*tensors[:-1], kv_len_bounds, prefixes_sum, loc_plan, self._rows, exact=exact)
+        runner, padded = self._runner, len(self._padded.requests)
+        block = Block(*self._tensors[:-1], kv_len_bounds, prefixes_sum, self._rows, runner, padded, exact=exact)
         if self._draft_slots is not None:
             block.draft_slots = self._draft_slots(block.requests, block.prefix_lens, block.slots)
             block.requests_cpu = batch.req_pool_indices_cpu
@@ -137,8 +142,18 @@ class BlockBuilder:
         drafted = None if width == PLAIN else GraphInputs.of(self._draft_runner, bs, bs * width)
         return drafted or GraphInputs.of(self._runner, bs, bs * width) or self._own
 
-    def _views(self, inputs: GraphInputs, bs: int, width: int) -> tuple[BlockTensors, Rows]:
+    def _look(self, bs: int, width: int) -> None:
+        """Find where blocks of a width lie, behind them requests that only pad where graphs replay as they are."""
+        inputs = self._inputs(bs, width)
         *of_rows, prefix_lens, requests = inputs
-        rows = Rows(*(buffer[: bs * width] for buffer in of_rows))
-        ids, positions, slots = (tensor.view(bs, width) for tensor in rows)
-        return BlockTensors(ids, positions, slots, prefix_lens[:bs], requests[:bs], self._slots.current), rows
+        runners = (self._draft_runner, self._runner)[width == PLAIN :]
+        replays = [replay for runner in runners if (replay := replay_of(runner, bs)) is not None]
+        most = max([bs, *(of.requests for of in replays if of.reads(inputs))])
+
+        def views(n: int) -> BlockTensors:
+            ids, positions, slots = (buffer[: n * width].view(n, width) for buffer in of_rows)
+            return BlockTensors(ids, positions, slots, prefix_lens[:n], requests[:n], self._slots.current)
+
+        self._tensors, self._padded = views(bs), views(most)
+        self._rows = Rows(*(of.view(-1) for of in self._tensors[:3]))
+        self._filler = max((of.filler for of in replays), default=1)

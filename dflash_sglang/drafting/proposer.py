@@ -9,6 +9,7 @@ import torch
 from dflash_sglang.attention.verifying import draft_forward, draft_input
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.replays import replay_of
 from dflash_sglang.drafting.row_reader import RowReader
 from dflash_sglang.drafting.window import DraftWindow, Seen
 from dflash_sglang.models.draft import DFlashDraftModel
@@ -92,31 +93,44 @@ class Proposer:
             return self._certain(block.ids)
         if width != self._width:
             self._serve(width)
-        drafted = block.without_last(self._runner) if self._model.spec.has_row_less else block
-        forward_batch = self._forward_batch(batch, drafted)
-        self._expect_rows(batch, width)
-        with torch.inference_mode(), draft_tp_context(self._layout):
-            out = self._runner.forward(forward_batch)
-            if out.can_run_graph and self._all_rows is None:
-                graphs = self._runner.decode_cuda_graph_runner
-                ids = graphs.buffers.input_ids[: drafted.ids.numel()].view(bs, -1)
-                tokens, padded = self._proposed(ids), graphs.bs
-            else:
-                hidden_states = out.logits_output.hidden_states
-                tokens = self._write_proposals(drafted.ids, hidden_states)
-                padded = bs
-            info = batch.sampling_info
-            drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
-            if drawn:
+        tokens, padded = self._replayed(block) or self._run(batch, block)
+        info = batch.sampling_info
+        drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
+        if drawn:
+            with torch.inference_mode(), draft_tp_context(self._layout):
                 proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
-            else:
-                proposals = self._certain(tokens)
+        else:
+            proposals = self._certain(tokens)
         logprobs, best = self._reader.read(bs, width - 1, padded)
         if drawn or self._reader.ranks_may_part:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         if self._reader.ranks_may_part:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, logprobs)
         return proposals._replace(logprobs=logprobs, best=best)
+
+    def _replayed(self, block: Block) -> tuple[torch.Tensor, int] | None:
+        """What `_run` gives, by a graph that finds the blocks in its inputs; None without such a graph."""
+        if self._window is not None or self._all_rows is not None or self._model.spec.has_row_less:
+            return None
+        replay = replay_of(self._runner, block.batch_size)
+        if replay is None or not replay.takes(block.padded, *block.rows, block.prefix_lens, block.requests):
+            return None
+        replay.run()
+        ids = replay.inputs.input_ids[: block.ids.numel()]
+        return ids.view(block.ids.shape), replay.requests
+
+    def _run(self, batch: ScheduleBatch, block: Block) -> tuple[torch.Tensor, int]:
+        """(tokens of the blocks [bs, block] with the likeliest proposals, requests with the padding of a graph)"""
+        drafted = block.without_last() if self._model.spec.has_row_less else block
+        forward_batch = self._forward_batch(batch, drafted)
+        self._expect_rows(batch, block.size)
+        with torch.inference_mode(), draft_tp_context(self._layout):
+            out = self._runner.forward(forward_batch)
+            if out.can_run_graph and self._all_rows is None:
+                graphs = self._runner.decode_cuda_graph_runner
+                ids = graphs.buffers.input_ids[: drafted.ids.numel()].view(block.batch_size, -1)
+                return self._proposed(ids), graphs.bs
+            return self._write_proposals(drafted.ids, out.logits_output.hidden_states), block.batch_size
 
     def _certain(self, tokens: torch.Tensor) -> Proposals:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1

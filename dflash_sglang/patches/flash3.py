@@ -2,6 +2,7 @@
 
 Schedules: for blocks, each layer launches a kernel that finds the same tile schedule again. Here a captured
 forward makes it once, as SGLang's backend does for decode, with one query per request.
+Metadata: a captured forward of blocks begins with its page table, so that its replay needs nothing before it.
 Queries: the backend first copies the queries of each layer, a slice of the projection's rows. Here the kernel
 reads them where they lie.
 What both save of a step: `docs/reference/optimisations.md`.
@@ -51,12 +52,26 @@ def share_schedule(backend: Any, module: Any) -> None:
         schedules = SharedSchedules(module.flash_attn_with_kvcache, backend._get_scheduler_metadata)
         replace("flash3-schedules", module, schedules)
     schedules, prepare = module.flash_attn_with_kvcache, backend.init_forward_metadata_in_graph
+    backend.prepares_in_graph = _knows_its_lengths(backend)
 
     def prepare_and_begin(forward_batch: Any) -> None:
+        of_blocks = forward_batch.forward_mode.is_target_verify()
+        if of_blocks and backend.prepares_in_graph and forward_batch.spec_info.ragged_verify_layout is None:
+            backend._apply_cuda_graph_metadata(
+                forward_batch.kv_loc_plan, forward_batch.batch_size, forward_batch.req_pool_indices,
+                forward_batch.seq_lens, None, forward_batch.forward_mode, forward_batch.spec_info, None,
+            )  # fmt: skip
         prepare(forward_batch)
         schedules.begin(backend.forward_metadata.cache_seqlens_int32)
 
     replace("flash3-metadata", backend, prepare_and_begin)
+
+
+def _knows_its_lengths(backend: Any) -> bool:
+    """Whether what a forward of blocks reads follows from requests and lengths on the device, and no slots are
+    renamed on the way."""
+    renames = backend.use_sliding_window_kv_pool or backend.kv_index_translator.reads_are_translated
+    return not (renames or backend.topk > 1 or backend.local_attn_builder is not None)
 
 
 class SharedSchedules:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.pack_rows import Rows, pack_rows
 from dflash_sglang.kernels.block.share_rows import share_rows
-from dflash_sglang.sglang_names.scheduler import ModelRunner, RaggedVerifyLayout, ScheduleBatch
+from dflash_sglang.sglang_names.scheduler import ModelRunner, RaggedVerifyLayout
 from dflash_sglang.verify.rows import VerifyRows
 
 
@@ -24,7 +23,7 @@ class RaggedVerify:
     ) -> None:
         """block_size: of the widest blocks. captured_requests: requests that the graph for so many tokens is
         captured with, by tokens and batch size; None where no graph fits them."""
-        self._runner, self._block_size, self._captured_requests = target_runner, block_size, captured_requests
+        self._block_size, self._captured_requests = block_size, captured_requests
         table = target_runner.req_to_token_pool.req_to_token
         rows, requests = table.shape[0] * block_size, table.shape[0] + 1
         self._lens, self._starts = (
@@ -32,7 +31,7 @@ class RaggedVerify:
         )
         self._buffers = Rows(*(torch.empty(rows, dtype=torch.int64, device=table.device) for _ in range(3)))
 
-    def choose(self, batch: ScheduleBatch, block: Block, proposals: Proposals, budget: int) -> VerifyRows:
+    def choose(self, block: Block, proposals: Proposals, budget: int) -> VerifyRows:
         """The `budget` rows of a step: each request's first, and those of the likeliest proposals.
 
         Raises ValueError for proposals without logprobs.
@@ -57,7 +56,5 @@ class RaggedVerify:
             total_verify_tokens=budget,
             cap=None if captured is None else self._block_size,
         )
-        requests, prefixes = batch.req_pool_indices, block.loc_plan.seq_lens_cpu
-        loc_plan = slot_plan(self._runner, requests, block.prefix_lens, prefixes, rows.slots, block.size)
         most = self._block_size
-        return VerifyRows(rows, loc_plan, most, most, layout, Ragged(starts, lens[:bs], most))
+        return VerifyRows(rows, most, most, layout, Ragged(starts, lens[:bs], most))

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths, Ragged
 from dflash_sglang.kernels.block.pack_rows import Rows
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 
@@ -58,7 +55,6 @@ class VerifyRows(NamedTuple):
     """The rows of one step, one request after the other."""
 
     rows: Rows
-    loc_plan: KVLocPlan  # the rows' slots in every pool's own ids
     size: int  # rows of each request; of ragged chains the most
     committed: int  # tokens that a request can commit
     layout: RaggedVerifyLayout | None = None  # of ragged chains, for attention
@@ -69,14 +65,17 @@ class VerifyRows(NamedTuple):
     def of_block(cls, block: Block, proposals: Proposals) -> VerifyRows:
         """Chains of the block's width."""
         rows = block.rows._replace(ids=proposals.tokens.view(-1))
-        return cls(rows, block.loc_plan, block.size, block.size)
+        return cls(rows, block.size, block.size)
 
     @classmethod
-    def of_chains(cls, target: ModelRunner, batch: ScheduleBatch, block: Block, rows: Rows) -> VerifyRows:
+    def of_chains(cls, block: Block, rows: Rows) -> VerifyRows:
         """Chains of more rows than this block has; rows [rows]."""
-        size, prefixes = len(rows.ids) // block.batch_size, block.loc_plan.seq_lens_cpu
-        plan = slot_plan(target, batch.req_pool_indices, block.prefix_lens, prefixes, rows.slots, size)
-        return cls(rows, plan, size, size)
+        size = len(rows.ids) // block.batch_size
+        return cls(rows, size, size)
+
+    def plan(self, block: Block) -> KVLocPlan:
+        """The rows' slots in every pool's own ids."""
+        return block.loc_plan if self.rows.slots is block.rows.slots else block.plan_of(self.rows.slots, self.size)
 
     def by_request(self, rows: Tensor) -> Tensor:
         """rows [rows] -> [bs, size], or as they are for ragged chains."""

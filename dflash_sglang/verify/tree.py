@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dflash_sglang.attention.verifying import slot_plan
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.kernels.block.accept import Paths
@@ -16,7 +15,6 @@ from dflash_sglang.kernels.block.place_nodes import Places, place_nodes
 from dflash_sglang.verify.rows import VerifyRows
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting.rings import DraftRings
@@ -79,7 +77,7 @@ class TreeVerify:
         self._trees[nodes] = Trees(nodes, requests, self._block_size, self._runner.device)
         return self._trees[nodes]
 
-    def choose(self, batch: ScheduleBatch, block: Block, proposals: Proposals, nodes: int) -> VerifyRows:
+    def choose(self, block: Block, proposals: Proposals, nodes: int) -> VerifyRows:
         """The rows of each request's likeliest tree.
 
         Raises ValueError for proposals without the likeliest tokens of each position.
@@ -99,9 +97,7 @@ class TreeVerify:
             self._rings.assign(block.requests, block.prefix_lens, slots)
         if self._history is not None:
             self._history[rows.slots] = rows.ids.int()
-        requests, prefixes = batch.req_pool_indices, block.loc_plan.seq_lens_cpu
-        loc_plan = slot_plan(self._runner, requests, block.prefix_lens, prefixes, rows.slots, nodes)
-        return VerifyRows(rows, loc_plan, nodes, self._block_size, paths=trees.paths(rows.slots))
+        return VerifyRows(rows, nodes, self._block_size, paths=trees.paths(rows.slots))
 
     def move_paths(self, paths: Paths) -> None:
         """Bring keys and values of accepted nodes to the front of their request's slots, in both pools, once both

@@ -10,10 +10,12 @@ import torch
 from dflash_sglang.attention.verifying import verify_problems
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.replays import replay_of
 from dflash_sglang.drafting.step_slots import Accepted
 from dflash_sglang.sglang_names.scheduler import (
     CaptureHiddenMode,
     DFlashVerifyInput,
+    GenerationBatchResult,
     GrammarTree,
     KVLocPlan,
     ScheduleBatch,
@@ -125,7 +127,7 @@ class Verifier:
         # The host copy of the proposals starts before the target forward and is read after its launch.
         grammar_tree = GrammarTree.from_linear_chain(proposals.tokens) if batch.has_grammar else None
         forward = self._forward(batch, block, of)
-        unwritten = self._unwritten(forward, of)
+        unwritten = self._unwritten(forward, block, of)
         if as_asked:
             accepted = self._accept_as_asked(batch, block, proposals, of, forward, grammar_tree, grammar_barrier)
         else:
@@ -144,14 +146,14 @@ class Verifier:
             or info.has_custom_logit_processor
         )
 
-    def _unwritten(self, forward: Any, of: VerifyRows) -> Unwritten | None:
+    def _unwritten(self, forward: Any, block: Block, of: VerifyRows) -> Unwritten | None:
         output = forward.logits_output
         # None, or overlap scheduling copies them to the host.
         features, output.hidden_states = output.hidden_states, None
         if forward.can_run_cuda_graph and self._tail.writes_context:
             return None
         positions = of.rows.positions
-        return Unwritten(features[: len(positions)], positions, of.loc_plan)
+        return Unwritten(features[: len(positions)], positions, of.plan(block))
 
     def _accept_greedy(self, block: Block, of: VerifyRows, forward: Any) -> Accepted:
         """The target's best tokens as they are; every rank finds them in what all have gathered."""
@@ -208,12 +210,15 @@ class Verifier:
         self._worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
     def _forward(self, batch: ScheduleBatch, block: Block, of: VerifyRows) -> Any:
+        batch.seq_lens = block.prefix_lens
+        replay = replay_of(self._runner, block.batch_size) if self._tail.writes_context else None
+        if replay is not None and replay.takes(block.padded, *of.rows, block.prefix_lens, block.requests):
+            return GenerationBatchResult(logits_output=replay.run(), can_run_cuda_graph=True)
         attn_dp = get_parallel().attn_dp_enabled
-        verify_input = _verify_input(of.rows.ids, of.rows.positions, of.size, of.loc_plan)
+        verify_input = _verify_input(of.rows.ids, of.rows.positions, of.size, of.plan(block))
         verify_input.ragged_verify_layout = of.layout
         batch.out_cache_loc = of.rows.slots
         batch.req_pool_indices = block.requests
-        batch.seq_lens = block.prefix_lens
         batch.seq_lens_cpu = block.kv_len_bounds
         batch.seq_lens_sum = block.prefix_bounds_sum
         forward_batch, _ = verify_input.prepare_for_verify(batch, self._worker, defer_metadata_init=attn_dp)

@@ -12,6 +12,7 @@ from dflash_sglang.kernels.block import prepare_block as block_kernels
 
 MASK = 259
 PLACE = 1
+FILLER = 3
 each_twin = settings(max_examples=40)
 
 
@@ -22,10 +23,10 @@ def on(device, *values):
 @each_twin
 @given(data=st.data())
 def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(twin, device, data):
-    """In the slots of the request's own row, moved back where it has outrun its context."""
+    """In the slots of the request's own row, moved back where it has outrun its context. Behind them padding."""
     block = data.draw(st.integers(2, 17))
     width = data.draw(st.integers(block, 70))
-    bs = data.draw(st.integers(1, 5))
+    bs, padding = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
     seq_lens = data.draw(st.lists(st.integers(0, width + 20), min_size=bs, max_size=bs))
     requests = data.draw(st.permutations(range(6)))[:bs]
     bonus = data.draw(st.lists(st.integers(0, 300_000), min_size=bs, max_size=bs))
@@ -33,12 +34,15 @@ def test_a_block_is_the_last_token_and_masks_at_the_positions_after_the_prefix(t
     relay = torch.full((2, 6), -7)  # rows of others
     relay[0, requests], relay[1, requests] = torch.tensor(seq_lens), torch.tensor(bonus)
     out = block_kernels.BlockTensors(
-        *(torch.full((bs, block), -7, device=device) for _ in range(3)),
-        *(torch.full((bs,), -7, device=device) for _ in range(2)),
+        *(torch.full((bs + padding, block), -7, device=device) for _ in range(3)),
+        *(torch.full((bs + padding,), -7, device=device) for _ in range(2)),
         torch.full((1,), -7, device=device),
     )
     sources = block_kernels.BlockSources(*relay.to(device), *on(device, requests), table.int().to(device))
-    getattr(block_kernels, f"prepare_block_{twin}")(sources, MASK, width - block, PLACE, out)
+    getattr(block_kernels, f"prepare_block_{twin}")(sources, MASK, width - block, PLACE, out, FILLER)
+    assert out.prefix_lens[bs:].tolist() == [FILLER] * padding
+    assert all(not of[bs:].any() for of in (out.positions, out.slots, out.requests))
+    out = block_kernels.BlockTensors(*(of[:bs] for of in out[:-1]), out.step)
     prefixes = [min(length, width - block) for length in seq_lens]
     assert (out.prefix_lens.tolist(), out.requests.tolist()) == (prefixes, list(requests))
     assert out.step.tolist() == [PLACE] and out.ids.tolist() == [[last] + [MASK] * (block - 1) for last in bonus]

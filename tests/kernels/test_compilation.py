@@ -116,7 +116,7 @@ def halves(*shape: int) -> Tensor:
 def blocks() -> None:
     out = prepare_block.BlockTensors(*(ids(BS, BLOCK) for _ in range(3)), ids(BS), ids(BS), ids(1))
     sources = prepare_block.BlockSources(ids(ROWS), ids(ROWS), ids(BS), counts(ROWS, 4096))
-    prepare_block.prepare_block_triton(sources, 7, 4096, 1, out)
+    prepare_block.prepare_block_triton(sources, 7, 4096, 1, out, 1)
     packed = pack_rows.Rows(*(ids(BS * BLOCK) for _ in range(3)))
     pack_rows.pack_rows_triton(pack_rows.Rows(*out[:3]), counts(BS + 1), counts(BS), packed)
     for slots in (BS, 512):

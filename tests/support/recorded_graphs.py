@@ -168,6 +168,7 @@ def _install() -> None:
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
     from sglang.srt.platforms.interface import PlatformCapabilities
 
+    from dflash_sglang.attention.torch_cpu import TorchCpuAttention
     from dflash_sglang.sglang_names.scheduler import get_exec
 
     class Runner(module.DecodeCudaGraphRunner):
@@ -177,6 +178,11 @@ def _install() -> None:
             attention.init_cuda_graph_state = lambda max_bs, max_num_tokens: None
             attention.get_cuda_graph_seq_len_fill_value = lambda: 1
             attention.forward_extend = functools.partial(_as_node, attention.forward_extend)
+            if isinstance(attention, TorchCpuAttention):  # as FlashAttention 3
+                attention.prepares_in_graph = True
+                attention.init_forward_metadata_in_graph = functools.partial(
+                    _as_node, functools.partial(_prepare, attention)
+                )
             super().__init__(model_runner, attn_backend=attn_backend, **kwargs)
 
         def warmup(self) -> None:

@@ -86,12 +86,14 @@ def _record(scheduler: Any) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from dflash_sglang.drafting import draft_input
+    from dflash_sglang.drafting.replays import Replay
 
     path = Path(os.environ[DIRECTORY_ENV]) / "work.jsonl"
     recorder = (_Synchronising if SYNCHRONISING_ENV in os.environ else _Recorder)(path)
     attention = type(scheduler.tp_worker.model_runner.attn_backend)
     for owner, name in (
         (ModelRunner, "forward"),
+        (Replay, "run"),
         (draft_input, "alloc_for_spec_decode"),
         (attention, "init_forward_metadata"),
     ):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class BlockTensors(NamedTuple):
-    """What `prepare_block` fills."""
+    """What `prepare_block` fills; of bs or more requests, where a graph has room for more."""
 
     ids: Tensor  # [bs, block]
     positions: Tensor  # [bs, block]
@@ -31,58 +31,66 @@ class BlockSources(NamedTuple):
     req_to_token: Tensor  # [rows, row_width] int32 slots
 
 
-def prepare_block(sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors) -> None:
+def prepare_block(
+    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors, filler: int = 1
+) -> None:
     """Fill the block of every request: last token + masks, at the positions after its prefix.
 
     longest: committed tokens of a request that needs another step, at most. One that has more (it has already
     finished, and its result is still in flight) is moved back there: it then only touches slots of its own that
-    nothing commits.
+    nothing commits. Requests that only pad have row, slots and positions 0, and `filler` for a length.
     """
     launch = prepare_block_triton if sources.req_pool_indices.is_cuda else prepare_block_torch
-    launch(sources, mask_token_id, longest, place, out)
+    launch(sources, mask_token_id, longest, place, out, filler)
 
 
 def prepare_block_torch(
-    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors, filler: int
 ) -> None:
     """The definition of `prepare_block` in torch operations."""
     block, rows = out.ids.shape[1], sources.req_pool_indices.long()
-    torch.clamp(sources.seq_lens[rows], max=longest, out=out.prefix_lens)
+    bs = len(rows)
+    prefix_lens, positions = out.prefix_lens[:bs], out.positions[:bs]
+    torch.clamp(sources.seq_lens[rows], max=longest, out=prefix_lens)
     out.ids.fill_(mask_token_id)
-    out.ids[:, 0] = sources.bonus_tokens[rows]
-    torch.add(out.prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=out.positions)
-    out.slots.copy_(sources.req_to_token[rows[:, None], out.positions])
-    out.requests.copy_(rows)
+    out.ids[:bs, 0] = sources.bonus_tokens[rows]
+    torch.add(prefix_lens[:, None], torch.arange(block, device=out.ids.device), out=positions)
+    out.slots[:bs].copy_(sources.req_to_token[rows[:, None], positions])
+    out.requests[:bs].copy_(rows)
+    for padded, value in ((out.positions, 0), (out.slots, 0), (out.requests, 0), (out.prefix_lens, filler)):
+        padded[bs:] = value
     out.step.fill_(place)
 
 
 def prepare_block_triton(
-    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors
+    sources: BlockSources, mask_token_id: int, longest: int, place: int, out: BlockTensors, filler: int
 ) -> None:
     """`prepare_block` as one Triton launch, one program per request."""
-    bs, block = out.ids.shape
-    _prepare_block_kernel[(bs,)](
+    padded, block = out.ids.shape
+    _prepare_block_kernel[(padded,)](
         *sources, *out, sources.req_to_token.stride(0), mask_token_id, longest, place,
-        BLOCK=block, LANES=triton.next_power_of_2(block),
+        len(sources.req_pool_indices), filler, BLOCK=block, LANES=triton.next_power_of_2(block),
     )  # fmt: skip
 
 
 # Specialised values would compile the kernel anew in the middle of serving.
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["place", "bs", "filler"])
 def _prepare_block_kernel(
     seq_lens_ptr, bonus_ptr, req_ptr, req_to_token_ptr,
     ids_ptr, positions_ptr, slots_ptr, prefix_ptr, requests_ptr, step_ptr,
-    row_stride, mask_token_id, longest, place,
+    row_stride, mask_token_id, longest, place, bs, filler,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
     lane = tl.arange(0, LANES)
     live = lane < BLOCK
-    row = tl.load(req_ptr + request).to(tl.int64)
+    real = request < bs
+    row = tl.load(req_ptr + request, mask=real, other=0).to(tl.int64)
     prefix = tl.minimum(tl.load(seq_lens_ptr + row).to(tl.int64), longest)
-    position = prefix + lane
-    token = tl.where(lane == 0, tl.load(bonus_ptr + row).to(tl.int64), mask_token_id)
-    slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=live, other=0)
+    prefix = tl.where(real, prefix, filler)
+    position = tl.where(real, prefix + lane, 0)
+    token = tl.where((lane == 0) & real, tl.load(bonus_ptr + row).to(tl.int64), mask_token_id)
+    slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=live & real, other=0)
     out = request * BLOCK + lane
     tl.store(ids_ptr + out, token, mask=live)
     tl.store(positions_ptr + out, position, mask=live)

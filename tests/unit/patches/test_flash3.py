@@ -20,6 +20,7 @@ from torch import Tensor
 from dflash_sglang.attention import trees
 from dflash_sglang.attention.torch_cpu import TorchCpuAttention
 from dflash_sglang.attention.trees import serve_trees, why_no_trees
+from dflash_sglang.attention.verifying import prepares_in_graph
 from dflash_sglang.kernels.block.grow_tree import Candidates, Tree, grow_tree
 from dflash_sglang.patches import flash3
 from dflash_sglang.patches.flash3 import SharedSchedules, spare_launches
@@ -185,7 +186,7 @@ def captured(forward: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], l
 @pytest.mark.parametrize("in_graph", [True, False])
 @torch.inference_mode()
 def test_every_node_attends_to_its_prefix_and_its_ancestors(module, in_graph, nodes, page_size):
-    """A graph has room for one request more, and is captured with chains over one token."""
+    """A graph has room for one request more, is captured with chains over one token, and finds its page table."""
     requests = 5
     with torch.device(sglang_layers.DEVICE):
         target, tree = Target(page_size, requests), chains(requests + 1, nodes)
@@ -205,7 +206,6 @@ def test_every_node_attends_to_its_prefix_and_its_ancestors(module, in_graph, no
             step.fill(prefixes)
             grow(tree)
             if in_graph:
-                backend.init_forward_metadata_out_graph(step.batch)
                 replay()
             else:
                 backend.init_forward_metadata(step.batch)
@@ -387,7 +387,8 @@ def test_layers_of_trees_share_a_schedule_over_prefixes():
 class FlashAttentionBackend:
     """As much of SGLang's as is taken hold of."""
 
-    use_mla = _disable_scheduler_metadata_precompute = False
+    use_mla = _disable_scheduler_metadata_precompute = use_sliding_window_kv_pool = False
+    topk, local_attn_builder, kv_index_translator = 1, None, SimpleNamespace(reads_are_translated=False)
 
     def __init__(self, schedule: Any) -> None:
         self._get_scheduler_metadata = schedule
@@ -395,6 +396,9 @@ class FlashAttentionBackend:
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self.prepared = forward_batch
+
+    def _apply_cuda_graph_metadata(self, plan: Any, bs: int, requests: Any, lens: Any, *of: Any) -> None:
+        self.tables = bs, requests, lens
 
     def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> Any:
         self.written = (k, v, save)
@@ -415,11 +419,16 @@ def test_a_backend_of_flash_attention_3_begins_each_forward_that_it_prepares_ins
     backends = [flash.backend(), flash.backend()]
     assert spare_launches(backends[0]) and spare_launches(SimpleNamespace(full_attn_backend=backends[1]))
     for backend in (*backends, backends[0]):
-        backend.init_forward_metadata_in_graph("batch")
-        assert backend.prepared == "batch"
+        batch = verify_batch(2, 4, draft_token_num=2, ragged_verify_layout=None)
+        backend.init_forward_metadata_in_graph(batch)
+        assert backend.prepared is batch and backend.tables == (2, batch.req_pool_indices, batch.seq_lens)
+        assert prepares_in_graph(backend)
         for _ in range(2):
             flash.module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
     assert [int(used) for used in flash.kernels.used] == [1, 1, 2, 2, 3, 3]
+    renaming = flash.backend()
+    renaming.use_sliding_window_kv_pool = True
+    assert spare_launches(renaming) and not prepares_in_graph(renaming)
     assert not spare_launches(FlashAttentionBackend(None)), "FlashAttention 4"
     assert not spare_launches(SimpleNamespace())
     monkeypatch.delitem(flash3.sys.modules, flash3.BACKENDS)

@@ -301,6 +301,6 @@ def test_sglangs_sampler_draws_from_a_float32_copy_of_the_logits(monkeypatch):
     chooser = target_tokens.TargetTokens(mock.Mock(), mock.Mock(), mock.Mock(side_effect=draw), by_kernels=True)
     logits, positions = torch.randn(2, VOCAB).bfloat16(), torch.arange(2)
     before, block = logits.clone(), SimpleNamespace(size=1, batch_size=2)
-    of = VerifyRows(Rows(positions, positions, positions), mock.Mock(), 1, 1)
+    of = VerifyRows(Rows(positions, positions, positions), 1, 1)
     chosen = chooser.choose(logits, sampling_info(2), block, mock.Mock(), of)
     assert torch.equal(chosen, before.float().argmax(dim=-1)) and torch.equal(logits, before)

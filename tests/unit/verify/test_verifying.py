@@ -107,6 +107,7 @@ def test_ragged_steps_are_verified_as_wide_as_the_backend_that_verifies_them(
     monkeypatch.setattr(verifier, "get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
     under_test = object.__new__(verifier.Verifier)
     under_test._worker = SimpleNamespace(forward_batch_generation=lambda **_: None)  # type: ignore[assignment]
+    under_test._tail = SimpleNamespace(writes_context=False)  # type: ignore[assignment]
     of_a_block = ("prefix_lens", "requests", "kv_len_bounds", "prefix_bounds_sum", "loc_plan")
     ids = torch.zeros((1, 8), dtype=torch.int64)
     rows = Rows(ids.view(-1), ids.view(-1), ids.view(-1))
@@ -114,7 +115,7 @@ def test_ragged_steps_are_verified_as_wide_as_the_backend_that_verifies_them(
     of = VerifyRows.of_block(block, Proposals.certain(ids))
     if ragged:
         layout, starts = cast(Any, "layout"), torch.zeros(2, dtype=torch.int32)
-        of = VerifyRows(rows, block.loc_plan, 16, 16, layout, Ragged(starts, starts[:1], 16))
+        of = VerifyRows(rows, 16, 16, layout, Ragged(starts, starts[:1], 16))
     under_test._forward(SimpleNamespace(), block, of)  # type: ignore[arg-type]
     (verify_input,) = asked
     assert (verify_input.draft_token_num, verify_input.ragged_verify_layout) == (
