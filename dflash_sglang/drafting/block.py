@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dflash_sglang.attention.verifying import slot_plan
-from dflash_sglang.drafting.replays import replay_of
+from dflash_sglang.drafting.replays import most_padded
 from dflash_sglang.drafting.step_slots import StepSlots
 from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.block.prepare_block import BlockSources, BlockTensors, prepare_block
@@ -147,8 +147,8 @@ class BlockBuilder:
         inputs = self._inputs(bs, width)
         *of_rows, prefix_lens, requests = inputs
         runners = (self._draft_runner, self._runner)[width == PLAIN :]
-        replays = [replay for runner in runners if (replay := replay_of(runner, bs)) is not None]
-        most = max([bs, *(of.requests for of in replays if of.reads(inputs))])
+        padded = [most_padded(runner, bs, inputs) for runner in runners]
+        most = min(max(of[0] for of in padded), len(inputs.input_ids) // width, len(inputs.seq_lens))
 
         def views(n: int) -> BlockTensors:
             ids, positions, slots = (buffer[: n * width].view(n, width) for buffer in of_rows)
@@ -156,4 +156,4 @@ class BlockBuilder:
 
         self._tensors, self._padded = views(bs), views(most)
         self._rows = Rows(*(of.view(-1) for of in self._tensors[:3]))
-        self._filler = max((of.filler for of in replays), default=1)
+        self._filler = max(of[1] for of in padded)

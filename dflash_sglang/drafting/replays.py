@@ -29,21 +29,32 @@ UNUSED = {"seq_lens_cpu", "mrope_positions", "global_num_tokens_gpu", "global_nu
 
 
 class Replay:
-    """The graph of one number of requests. It finds everything in its inputs, attention's metadata too.
+    """The graph of one number of requests, or of the tokens of a ragged verify.
+
+    It finds everything in its inputs, attention's metadata too.
 
     Between a batch and a graph SGLang makes and checks a `ForwardBatch`, a third of a step's time on the host.
     Here nothing is made: a step writes to `inputs`.
     """
 
-    def __init__(self, runner: ModelRunner, graphs: DecodeCudaGraphRunner, requests: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, graphs: DecodeCudaGraphRunner, requests: int, tokens: int | None
+    ) -> None:
         self._runner, self._graphs = runner, graphs
-        self.requests = graphs._pad_to_bucket(requests, graphs.capture_bs)  # that it was captured with
         self.filler = graphs.seq_len_fill_value  # the length of requests that only pad
-        width = graphs.captured_req_width
-        self._rows, self._padded_rows = requests * width, self.requests * width
+        if tokens is None:
+            width = graphs.captured_req_width
+            self.requests = graphs._pad_to_bucket(requests, graphs.capture_bs)  # that it was captured with
+            self._rows, self._padded_rows = requests * width, self.requests * width
+        else:
+            self.requests = graphs._ragged_capture_slots(tokens)
+            self._rows = self._padded_rows = tokens
         self._key = graphs._make_graph_key(
-            graphs._capture_graph_size(bs=self.requests, num_tokens=self.requests * width)
+            graphs._capture_graph_size(bs=self.requests, num_tokens=self._padded_rows)
         )
+        # Of a ragged verify, what `Ragged` has of each request, where the graph reads it.
+        layout = None if tokens is None else graphs._captured_ragged_layouts[tokens]
+        self.ragged = None if layout is None else (layout.verify_lens, layout.qo_indptr_device)
         self.inputs = GraphInputs(*(getattr(graphs.buffers, name) for name in GraphInputs._fields))
         self._places = [buffer.data_ptr() for buffer in self.inputs]
         # A graph needs none of it.
@@ -60,12 +71,17 @@ class Replay:
         """Whether the graph can run on these, in the order of `inputs`. What lies elsewhere is copied to them, in
         one launch. padded: requests of which there are rows behind the sources, if nothing is copied."""
         moved = [n for n, source in enumerate(sources) if source.data_ptr() != self._places[n]]
-        if not moved:
-            return padded >= self.requests
-        if len(sources[-1]) < self.requests:
+        # What is copied, and what lies where only its padding does, has to be of as many as were captured.
+        rows_lie, requests_lie = not any(n < 3 for n in moved), not any(n >= 3 for n in moved)
+        rows_fit = rows_lie and self.ragged is None and padded >= self.requests
+        requests_fit = requests_lie and padded >= self.requests
+        if not (rows_fit or len(sources[0]) == self._padded_rows):
             return False
-        into = [self.inputs[n][: len(sources[n])] for n in moved]
-        torch._foreach_copy_(into, [sources[n] for n in moved])
+        if not (requests_fit or len(sources[-1]) == self.requests):
+            return False
+        if moved:
+            into = [self.inputs[n][: len(sources[n])] for n in moved]
+            torch._foreach_copy_(into, [sources[n] for n in moved])
         return True
 
     def run(self) -> Any:
@@ -86,15 +102,36 @@ class Replay:
 
 
 @cache
-def _replay(runner: ModelRunner, graphs: Any, requests: int) -> Replay | None:
+def _replay(runner: ModelRunner, graphs: Any, requests: int, tokens: int | None) -> Replay | None:
     if not isinstance(graphs, DecodeCudaGraphRunner) or requests > graphs.max_bs or not _takes_inputs(graphs):
         return None
-    return Replay(runner, graphs, requests) if _does_nothing_else(runner) else None
+    if graphs.ragged_verify_mode != (tokens is not None) or not _does_nothing_else(runner):
+        return None
+    if tokens is not None:
+        captured = tokens in graphs._captured_ragged_layouts
+        if not captured or requests > graphs._ragged_capture_slots(tokens):
+            return None
+    return Replay(runner, graphs, requests, tokens)
 
 
-def replay_of(runner: ModelRunner, requests: int) -> Replay | None:
-    """How the graphs in use run so many requests; None where SGLang has to prepare each of their forwards."""
-    return _replay(runner, runner.decode_cuda_graph_runner, requests)
+def replay_of(runner: ModelRunner, requests: int, tokens: int | None = None) -> Replay | None:
+    """How the graphs in use run so many requests; None where SGLang has to prepare each of their forwards.
+
+    tokens: of a ragged verify, of all requests together."""
+    return _replay(runner, runner.decode_cuda_graph_runner, requests, tokens)
+
+
+def most_padded(runner: ModelRunner, requests: int, inputs: GraphInputs) -> tuple[int, int]:
+    """(requests, those that only pad among them, of which the graphs in use may read rows of these inputs where
+    they run so many; the length of the padding)"""
+    graphs = runner.decode_cuda_graph_runner
+    if isinstance(graphs, DecodeCudaGraphRunner) and graphs.ragged_verify_mode:
+        shared = inputs.seq_lens.data_ptr() == graphs.buffers.seq_lens.data_ptr()
+        return (min(graphs.max_bs, len(inputs.seq_lens)) if shared else requests), graphs.seq_len_fill_value
+    replay = replay_of(runner, requests)
+    if replay is None or not replay.reads(inputs):
+        return requests, 1
+    return replay.requests, replay.filler
 
 
 def forget() -> None:
@@ -109,7 +146,7 @@ def _takes_inputs(graphs: Any) -> bool:
         prepares_in_graph(graphs.attn_backend)
         and {slot.name for slot in slots if slot.enabled and slot.buffer is not None} <= INPUTS | UNUSED
         and not graphs.model_runner.model_config.model_is_mrope
-        and not (graphs.require_mlp_sync or graphs.ragged_verify_mode or graphs.is_dllm or graphs.disable_padding)
+        and not (graphs.require_mlp_sync or graphs.is_dllm or graphs.disable_padding)
         and not (graphs.enable_two_batch_overlap or graphs.enable_pdmux)
         and graphs.deepep_adapter._captured_deepep_mode is None
         and not isinstance(graphs.backend, BreakableCudaGraphBackend)  # Python runs between its parts

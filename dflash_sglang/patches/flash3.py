@@ -55,16 +55,22 @@ def share_schedule(backend: Any, module: Any) -> None:
     backend.prepares_in_graph = _knows_its_lengths(backend)
 
     def prepare_and_begin(forward_batch: Any) -> None:
-        of_blocks = forward_batch.forward_mode.is_target_verify()
-        if of_blocks and backend.prepares_in_graph and forward_batch.spec_info.ragged_verify_layout is None:
-            backend._apply_cuda_graph_metadata(
-                forward_batch.kv_loc_plan, forward_batch.batch_size, forward_batch.req_pool_indices,
-                forward_batch.seq_lens, None, forward_batch.forward_mode, forward_batch.spec_info, None,
-            )  # fmt: skip
+        if backend.prepares_in_graph and forward_batch.forward_mode.is_target_verify():
+            _find_pages(backend, forward_batch)
         prepare(forward_batch)
         schedules.begin(backend.forward_metadata.cache_seqlens_int32)
 
     replace("flash3-metadata", backend, prepare_and_begin)
+
+
+def _find_pages(backend: Any, batch: Any) -> None:
+    """Capturable: page table and lengths of a forward of blocks, as SGLang finds them before each replay."""
+    metadata, layout = backend.forward_metadata, batch.spec_info.ragged_verify_layout
+    lens, more = batch.seq_lens, backend.speculative_num_draft_tokens
+    if layout is not None:
+        metadata.cu_seqlens_q.copy_(layout.qo_indptr_device)
+        lens, more = lens + layout.verify_lens, 0
+    backend._set_decode_page_metadata(batch.kv_loc_plan, metadata, batch.req_pool_indices, lens, more)
 
 
 def _knows_its_lengths(backend: Any) -> bool:

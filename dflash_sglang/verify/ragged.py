@@ -8,6 +8,7 @@ import torch
 
 from dflash_sglang.drafting.block import Block
 from dflash_sglang.drafting.proposals import Proposals
+from dflash_sglang.drafting.replays import replay_of
 from dflash_sglang.kernels.block.accept import Ragged
 from dflash_sglang.kernels.block.pack_rows import Rows, pack_rows
 from dflash_sglang.kernels.block.share_rows import share_rows
@@ -23,7 +24,7 @@ class RaggedVerify:
     ) -> None:
         """block_size: of the widest blocks. captured_requests: requests that the graph for so many tokens is
         captured with, by tokens and batch size; None where no graph fits them."""
-        self._block_size, self._captured_requests = block_size, captured_requests
+        self._runner, self._block_size, self._captured_requests = target_runner, block_size, captured_requests
         table = target_runner.req_to_token_pool.req_to_token
         rows, requests = table.shape[0] * block_size, table.shape[0] + 1
         self._lens, self._starts = (
@@ -41,8 +42,10 @@ class RaggedVerify:
                 "a ragged step: expected proposals with logprobs, found none. Set width to one number."
             )
         bs, captured = block.batch_size, self._captured_requests(budget, block.batch_size)
-        padded = bs if captured is None else captured
+        padded, replay = bs if captured is None else captured, replay_of(self._runner, bs, budget)
         lens, starts = self._lens[:padded], self._starts[: padded + 1]
+        if replay is not None and replay.ragged is not None:
+            lens, starts = replay.ragged
         share_rows(proposals.logprobs, budget, lens, starts)
         rows = Rows(*(buffer[:budget] for buffer in self._buffers))
         pack_rows(Rows(proposals.tokens, block.positions, block.slots), starts[:bs], lens[:bs], rows)

@@ -211,7 +211,8 @@ class Verifier:
 
     def _forward(self, batch: ScheduleBatch, block: Block, of: VerifyRows) -> Any:
         batch.seq_lens = block.prefix_lens
-        replay = replay_of(self._runner, block.batch_size) if self._tail.writes_context else None
+        tokens = None if of.ragged is None else len(of.rows.ids)
+        replay = replay_of(self._runner, block.batch_size, tokens) if self._tail.writes_context else None
         if replay is not None and replay.takes(block.padded, *of.rows, block.prefix_lens, block.requests):
             return GenerationBatchResult(logits_output=replay.run(), can_run_cuda_graph=True)
         attn_dp = get_parallel().attn_dp_enabled

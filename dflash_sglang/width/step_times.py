@@ -42,9 +42,10 @@ class Sample(NamedTuple):
 class StepTimes:
     """Seconds of a step for every captured batch size and kind.
 
-    A step takes as long as the device or as the host, whichever takes longer. The host's time is one figure for
-    each form of step (plain, chains, ragged, trees). Start-up measures what a launch takes, and steps for which
-    the device waited tell what a turn of the scheduler's loop takes. All other steps tell the device's time.
+    A step takes as long as the device or as the host, whichever takes longer. The host launches it, which start-up
+    measures for each form of step (plain, chains, ragged, trees), and does the rest of a turn of the scheduler's
+    loop, which is the same for all: steps for which the device waited tell it. So a form need not be tried for its
+    time on the host, which a step among others does not show. All other steps tell the device's time.
 
     On the device a step takes `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum
     over the batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is
@@ -78,7 +79,8 @@ class StepTimes:
         self._added = np.zeros((len(self.buckets), len(self._widths)))  # what a ragged step takes for these rows
         forms = [(kind.ragged, kind.nodes is not None, kind.width == PLAIN) for kind in kinds]
         self._form = np.array([sorted(set(forms)).index(form) for form in forms])
-        self._host = np.full(len(set(forms)), np.nan)  # seconds, by form; NaN: unknown
+        self._launch = np.full(len(set(forms)), np.nan)  # seconds, by form; NaN: unknown
+        self._rest = 0.0  # seconds of a turn of the loop, beyond the launch
 
     def bucket(self, batch: int) -> int:
         """Index of the captured batch size that a batch is padded to. Raises ValueError beyond the largest."""
@@ -111,9 +113,9 @@ class StepTimes:
             base[bucket, index] = sum(rest) / len(rest)
             self._variance[bucket][index] = MEASURED
         self._base = self._filled(base)
-        for form in range(len(self._host)):
+        for form in range(len(self._launch)):
             launched = [of.host for of in samples if self._form[self.kinds.index(of.kind)] == form]
-            self._host[form] = statistics.median(launched) if launched else np.nan
+            self._launch[form] = statistics.median(launched) if launched else np.nan
 
     def _filled(self, base: np.ndarray) -> np.ndarray:
         """base [buckets, kinds], its NaN (what nothing was measured of) filled."""
@@ -132,9 +134,12 @@ class StepTimes:
     # ---- Serving -----------------------------------------------------------------------------------------
 
     def host(self) -> np.ndarray:
-        """[kinds] expected seconds of the host in a step; of the slowest form where nothing is known."""
-        slowest = np.nanmax(self._host, initial=0.0)
-        return np.where(np.isnan(self._host), slowest, self._host)[self._form]
+        """[kinds] expected seconds of the host in a step."""
+        return self._launches()[self._form] + self._rest
+
+    def _launches(self) -> np.ndarray:
+        """[forms] seconds; of the slowest one where nothing is known."""
+        return np.where(np.isnan(self._launch), np.nanmax(self._launch, initial=0.0), self._launch)
 
     def seconds(self, bucket: int, context_tokens: float) -> np.ndarray:
         """[kinds] expected seconds of the device in a step, of a ragged one with a token of each request."""
@@ -170,16 +175,16 @@ class StepTimes:
         expected = self.of_kind(bucket, kind, context_tokens, more)
         if not seconds > 0 or math.isinf(expected):
             return
-        form = self._form[kind]
+        launch = self._launches()[self._form[kind]]
         self._observed += steps
         if waited:
-            known = np.nan_to_num(self._host[form])
-            pause = 2 * max(known, expected)  # hardly moves it
-            self._host[form] = known + (1.0 - (1.0 - TO_HOST) ** steps) * (min(seconds, pause) - known)
+            pause = 2 * max(launch + self._rest, expected)  # hardly moves it
+            error_of_rest = max(min(seconds, pause) - launch, 0.0) - self._rest
+            self._rest += (1.0 - (1.0 - TO_HOST) ** steps) * error_of_rest
             if seconds >= expected:
                 return
-        elif self._host[form] > seconds:
-            self._host[form] = seconds
+        elif launch + self._rest > seconds:
+            self._rest = max(seconds - launch, 0.0)
         age = self._observed - self._last_observed[bucket][kind]
         variance = min(self._variance[bucket][kind] + DRIFT * age, FILLED)
         gain = variance / (variance + 1.0)  # Kalman's, and the variance afterwards

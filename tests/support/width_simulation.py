@@ -56,7 +56,7 @@ class Machine:
     in part and more than as few tokens as can be, which start-up measures. A prefill takes `launch` seconds, and a
     pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
     by default nothing, and the policy is not told of it. No step takes less than `host` seconds, of plain ones and
-    of others: the device waits for the host then.
+    of others: the device waits for the host then. Half of the lesser one has nothing to do with the launch.
     """
 
     widths: Sequence[int] = WIDTHS
@@ -272,7 +272,8 @@ def adaptive(
         if wrong is not None and kind == Kind(kind.width):
             seconds *= wrong[list(machine.buckets).index(batch), list(machine.widths).index(kind.width)]
         for _ in range(PASSES):
-            samples.append(Sample(batch, kind, context, machine.read(seconds, random)))
+            launch = machine.host[kind.width > 1] - min(machine.host) / 2
+            samples.append(Sample(batch, kind, context, machine.read(seconds, random), launch))
     policy.decider.step_times.fit(samples)
     return policy
 

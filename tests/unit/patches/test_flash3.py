@@ -388,6 +388,7 @@ class FlashAttentionBackend:
     """As much of SGLang's as is taken hold of."""
 
     use_mla = _disable_scheduler_metadata_precompute = use_sliding_window_kv_pool = False
+    speculative_num_draft_tokens = WIDTH
     topk, local_attn_builder, kv_index_translator = 1, None, SimpleNamespace(reads_are_translated=False)
 
     def __init__(self, schedule: Any) -> None:
@@ -397,8 +398,8 @@ class FlashAttentionBackend:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         self.prepared = forward_batch
 
-    def _apply_cuda_graph_metadata(self, plan: Any, bs: int, requests: Any, lens: Any, *of: Any) -> None:
-        self.tables = bs, requests, lens
+    def _set_decode_page_metadata(self, plan: Any, metadata: Any, requests: Any, lens: Tensor, more: int) -> None:
+        self.tables = requests, (lens + more).tolist()
 
     def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool) -> Any:
         self.written = (k, v, save)
@@ -421,7 +422,7 @@ def test_a_backend_of_flash_attention_3_begins_each_forward_that_it_prepares_ins
     for backend in (*backends, backends[0]):
         batch = verify_batch(2, 4, draft_token_num=2, ragged_verify_layout=None)
         backend.init_forward_metadata_in_graph(batch)
-        assert backend.prepared is batch and backend.tables == (2, batch.req_pool_indices, batch.seq_lens)
+        assert backend.prepared is batch and backend.tables == (batch.req_pool_indices, [0 + WIDTH] * 2)
         assert prepares_in_graph(backend)
         for _ in range(2):
             flash.module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
