@@ -18,6 +18,8 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 
 _ALIGNED = 4  # lengths in 16 bytes: Triton compiles a kernel anew for pointers between them
+STRIDE = 128  # tokens more that a request gets slots for at once, where so many times what they take are free
+AMPLE = 8
 _RING = 4  # batches whose pinned lengths may still be in flight; overlap scheduling keeps at most two
 
 
@@ -41,7 +43,7 @@ class SlotReservation:
 
     SGLang sees to free slots for that, and to no more. So the widest tree that the batch can have is reserved
     where rows and pool have room for it, and likewise a chain that is longer than a block: with a block more, so
-    that the step after it finds its slots.
+    that the step after it finds its slots. In an ample pool slots are taken in strides: most steps take none.
     """
 
     def __init__(self, max_requests: int, block_size: int, row_width: int, page_size: int, device: str):
@@ -74,19 +76,21 @@ class SlotReservation:
         committed_array = np.array(committed, dtype=np.int64)
         chain, no_trees = self._bound(batch, committed_array, lengths)
         reserved_sum = int(np.add.reduce(lengths.reserved))
-        lengths.device.copy_(lengths.host, non_blocking=True)
-        alloc_for_spec_decode(
-            batch.tree_cache,
-            batch.req_to_token_pool,
-            reqs=batch.reqs,
-            req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=lengths.device_allocated,
-            cur_kv_lens_cpu=lengths.host_allocated,
-            nxt_kv_lens=lengths.device_reserved,
-            nxt_kv_lens_cpu=lengths.host_reserved,
-            num_needed_tokens=reserved_sum - sum(allocated),
-            batch=batch,
-        )
+        needed = reserved_sum - sum(allocated)
+        if needed:
+            lengths.device.copy_(lengths.host, non_blocking=True)
+            alloc_for_spec_decode(
+                batch.tree_cache,
+                batch.req_to_token_pool,
+                reqs=batch.reqs,
+                req_pool_indices=batch.req_pool_indices,
+                cur_kv_lens=lengths.device_allocated,
+                cur_kv_lens_cpu=lengths.host_allocated,
+                nxt_kv_lens=lengths.device_reserved,
+                nxt_kv_lens_cpu=lengths.host_reserved,
+                num_needed_tokens=needed,
+                batch=batch,
+            )
         committed_lens = torch.from_numpy(committed_array)
         return Reserved(committed_lens, sum(committed), lengths.host_reserved, reserved_sum, chain, no_trees)
 
@@ -113,6 +117,11 @@ class SlotReservation:
                 wanted = more
         self._in_flight = chain or self.block_size
         np.minimum(wanted, self.row_limit, out=wanted)
+        if (wanted > lengths.allocated).any():
+            more = np.minimum(self._whole_pages(wanted + STRIDE), self.row_limit)
+            needed = int(np.maximum(more - lengths.allocated, 0).sum())
+            if batch.token_to_kv_pool_allocator.available_size() >= AMPLE * needed:
+                wanted = more
         np.maximum(wanted, lengths.allocated, out=lengths.reserved)
         return chain, no_trees
 
@@ -130,11 +139,14 @@ class SlotReservation:
         """
         if wanted.max() > self.row_limit:
             return "context_end"
+        needed = int(np.maximum(wanted - allocated, 0).sum())
+        if not needed:
+            return None
         rows = batch.req_to_token_pool
         if get_schedule().enable_mixed_chunk and rows.size - rows.available_size() > len(batch.reqs):
             return "pool_full"
         room = batch.token_to_kv_pool_allocator.check_decode_capacity(
-            num_tokens=int(np.maximum(wanted - allocated, 0).sum()),
+            num_tokens=needed,
             tree_cache=batch.tree_cache,
             requests=batch.reqs,
             spec_algorithm=batch.spec_algorithm,

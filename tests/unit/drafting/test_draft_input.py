@@ -9,7 +9,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_sglang.drafting.draft_input import SlotReservation
+from dflash_sglang.drafting.draft_input import STRIDE, SlotReservation
 
 OF_A_BATCH = dict.fromkeys(("tree_cache", "req_to_token_pool", "req_pool_indices", "spec_algorithm"))
 
@@ -39,8 +39,17 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
     limit = row_width // page * page
     reqs = requests_of(committed, [min(a, limit) for a in allocated])
     alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **OF_A_BATCH)
+    given.token_to_kv_pool_allocator = SimpleNamespace(
+        available_size=lambda: data.draw(st.sampled_from([0, 10**5]))
+    )
     with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode", alloc):
         reserved = reservation(block, row_width, page).reserve(given)
+    if alloc.call_args is None:
+        assert reserved.lengths.tolist() == [req.kv.kv_allocated_len for req in reqs]
+        assert all(
+            a >= min(c + 2 * block, limit) for c, a in zip(committed, reserved.lengths.tolist(), strict=True)
+        )
+        return
     asked = alloc.call_args.kwargs
     assert reserved.committed.tolist() == committed
     assert reserved.committed_sum == sum(committed)
@@ -60,12 +69,15 @@ class Pool:
 
     def __init__(self, block: int, page: int, free: int) -> None:
         self.slots, self.block, self.page, self.free = reservation(block, 300, page), block, page, free
-        self.mixed, self.prompts = False, 0
+        self.mixed, self.prompts, self.ample = False, 0, 0
         self.slots.serve_chains({32: 4, 64: 2})
 
     def reserve(self, committed: list[int], allocated: list[int]) -> Any:
         reqs, module = requests_of(committed, allocated), "dflash_sglang.drafting.draft_input"
-        allocator = SimpleNamespace(check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free)
+        allocator = SimpleNamespace(
+            check_decode_capacity=lambda num_tokens, **_: num_tokens <= self.free,
+            available_size=lambda: self.ample,
+        )
         rows = SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts)
         batch = SimpleNamespace(reqs=reqs, **OF_A_BATCH | dict(token_to_kv_pool_allocator=allocator))
         batch.req_to_token_pool, schedule = rows, SimpleNamespace(enable_mixed_chunk=self.mixed)
@@ -89,6 +101,20 @@ def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slo
         got, lengths = Pool(16, 1, free).reserve(committed, committed)
         ahead = 16 + (chain + 16 if chain else 16)
         assert (got, lengths) == (chain, [min(c + ahead, 300) for c in committed]), (committed, free)
+
+
+def test_slots_are_taken_in_strides_where_many_are_free() -> None:
+    pool = Pool(16, 1, 0)
+    for ample, allocated, reserved in (
+        (8 * (32 + STRIDE), 10, 10 + 32 + STRIDE),
+        (8 * (32 + STRIDE) - 1, 10, 10 + 32),
+        (10**6, 10 + 32, 10 + 32),
+        (10**6, 10 + 31, 10 + 32 + STRIDE),
+    ):
+        pool.ample = ample
+        assert pool.reserve([10], [allocated]) == (0, [reserved])
+    assert pool.reserve([250], [250]) == (0, [300]), "the row's end"
+    assert pool.reserve([10, 90], [10, 122])[1] == [10 + 32 + STRIDE, 122 + STRIDE], "all, when one lacks slots"
 
 
 def test_slots_that_a_prompt_in_progress_counts_on_are_reserved_for_no_long_chain() -> None:
