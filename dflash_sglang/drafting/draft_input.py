@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class SlotReservation:
         self.row_limit = row_width // page_size * page_size
         self._trees: Mapping[int, int] = {}
         self._chains: Mapping[int, int] = {}
+        self._longest = cache(self._longest_of)
         self._in_flight = block_size  # tokens that the latest step may commit of a request
         # One buffer: what writes it and what reads it follow each other on the scheduler's stream.
         on_device = torch.empty(2 * _aligned(max_requests), dtype=torch.int32, device=device)
@@ -61,10 +63,20 @@ class SlotReservation:
     def serve_trees(self, trees: Mapping[int, int]) -> None:
         """trees: {nodes: the most requests of a step}."""
         self._trees = trees
+        self._longest.cache_clear()
 
     def serve_chains(self, chains: Mapping[int, int]) -> None:
         """chains: {rows: the most requests of a step}, more rows than a block."""
         self._chains = chains
+        self._longest.cache_clear()
+
+    def _longest_of(self, requests: int) -> tuple[int, int]:
+        """Rows of the longest chain, and nodes of the widest tree, of a step of so many requests; 0: none."""
+        chain, nodes = (
+            max((rows for rows, most in of.items() if requests <= most), default=0)
+            for of in (self._chains, self._trees)
+        )
+        return chain, nodes
 
     def reserve(self, batch: ScheduleBatch) -> Reserved:
         """Allocate slots into `req_to_token`."""
@@ -97,10 +109,7 @@ class SlotReservation:
     def _bound(self, batch: ScheduleBatch, committed: np.ndarray, lengths: LengthViews) -> tuple[int, str | None]:
         """`lengths.reserved`: two blocks past committed [bs] or more, in whole pages, within the row; never fewer
         than are allocated. Returns the rows of the longest chain that was reserved, and why no tree was."""
-        chain, nodes = (
-            max((rows for rows, requests in of.items() if len(committed) <= requests), default=0)
-            for of in (self._chains, self._trees)
-        )
+        chain, nodes = self._longest(len(committed))
         ahead, no_trees = committed + self._in_flight, None
         # No more, whatever was in flight: a chain has left slots for the block behind it.
         wanted = self._whole_pages(committed + 2 * self.block_size)

@@ -70,15 +70,17 @@ class Replay:
     def takes(self, padded: int, *sources: Tensor) -> bool:
         """Whether the graph can run on these, in the order of `inputs`. What lies elsewhere is copied to them, in
         one launch. padded: requests of which there are rows behind the sources, if nothing is copied."""
-        moved = [n for n, source in enumerate(sources) if source.data_ptr() != self._places[n]]
-        # What is copied, and what lies where only its padding does, has to be of as many as were captured.
-        rows_lie, requests_lie = not any(n < 3 for n in moved), not any(n >= 3 for n in moved)
-        rows_fit = rows_lie and self.ragged is None and padded >= self.requests
-        requests_fit = requests_lie and padded >= self.requests
+        places, wanted = [source.data_ptr() for source in sources], self._places
+        there = padded >= self.requests
+        if there and self.ragged is None and places == wanted:  # most steps
+            return True
+        # What is copied has to be of as many rows and requests as were captured.
+        rows_fit = there and self.ragged is None and places[:3] == wanted[:3]
         if not (rows_fit or len(sources[0]) == self._padded_rows):
             return False
-        if not (requests_fit or len(sources[-1]) == self.requests):
+        if not (there and places[3:] == wanted[3:] or len(sources[-1]) == self.requests):
             return False
+        moved = [n for n, place in enumerate(places) if place != wanted[n]]
         if moved:
             into = [self.inputs[n][: len(sources[n])] for n in moved]
             torch._foreach_copy_(into, [sources[n] for n in moved])

@@ -19,8 +19,8 @@ USUAL = 16.0  # requests that what is usual is worth
 KEPT_PROPOSALS = 4096.0  # verified proposals of a bin, or
 KEPT_OF_STEP = 8.0  # as many steps' of it, if those are more
 PRIOR = 16.0  # proposals that a bin's own probability is worth
-# Of trees. On the trained pair (bench/records/pair.npz) the masses of nodes add up to more, against those of the
-# chain, than is accepted: the continuation of a token that is not the likeliest is right less often.
+# Of trees. On a trained pair the masses of nodes add up to more, against those of the chain, than is accepted: the
+# continuation of a token that is not the likeliest is right less often.
 USUAL_TREES = {16: 1.15, 32: 1.26, 64: 1.36}  # proposals accepted of a tree over those of the block's chain
 USUAL_OF_MASS = 0.95  # of what the masses promise, what is accepted
 TREE_PRIOR, TREE_KEPT = 1024.0, 8192.0  # proposals that it is worth, and that are remembered

@@ -43,9 +43,9 @@ class StepTimes:
     """Seconds of a step for every captured batch size and kind.
 
     A step takes as long as the device or as the host, whichever takes longer. The host launches it, which start-up
-    measures for each form of step (plain, chains, ragged, trees), and does the rest of a turn of the scheduler's
-    loop, which is the same for all: steps for which the device waited tell it. So a form need not be tried for its
-    time on the host, which a step among others does not show. All other steps tell the device's time.
+    measures for each form of step (plain, chains, ragged, trees), and does the rest of a turn of the loop, the same
+    for all: steps for which the device waited tell it. A form need not be tried for its time on the host, which
+    one step among others does not show. All other steps tell the device's time.
 
     On the device a step takes `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum
     over the batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is
@@ -137,8 +137,7 @@ class StepTimes:
         """[kinds] expected seconds of the host in a step."""
         return self._launches()[self._form] + self._rest
 
-    def _launches(self) -> np.ndarray:
-        """[forms] seconds; of the slowest one where nothing is known."""
+    def _launches(self) -> np.ndarray:  # [forms] seconds; of the slowest one where nothing is known
         return np.where(np.isnan(self._launch), np.nanmax(self._launch, initial=0.0), self._launch)
 
     def seconds(self, bucket: int, context_tokens: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from tests.support.tiny import draft_config, target_config
     (["--draft", "D"], "--draft D: a target and its draft belong together; give --target too"),
     (["--target", "no/such", "--draft", "no/such"], "--target no/such: expected the directory of a checkpoint"),
     (["--shapes", "small-moe"], "--shapes small-moe: a random target accepts next to nothing"),
-    (["--shapes", "gpt", "--accept-length", "3"], "--shapes gpt: expected one of qwen3-8b, qwen3-30b-a3b"),
+    (["--shapes", "gpt", "--accept-length", "3"], "--shapes gpt: expected one of qwen3-4b, qwen3-8b"),
     (["--layers", "8"], "--layers 8: says how many layers the target of --shapes has"),
     (["--width", "32"], "--width 32: expected 2 to 16, the draft's trained block"),
     (["--width", "4", "--accept-length", "6.4"], "--accept-length 6.4: expected 1 to 4, the verify width"),

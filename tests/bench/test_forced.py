@@ -195,7 +195,12 @@ def mean(steps: int, step: Callable[[], Sequence[int]]) -> float:
 @pytest.mark.parametrize("width", [4, 8, 16])
 def test_requests_commit_at_every_width_what_the_pair_does(width: int) -> None:
     served, lens = of_pair(width), torch.full((64,), 100)
-    assert mean(300, served.step) == pytest.approx(FACTS["in_a_circle"][str(width)], rel=0.01)
+    accepted = AcceptanceRecord.load(PAIR_RECORD).accepted
+    at = served.forced.places(served.rows, served.lens).numpy()
+    for _ in range(100):
+        expected = np.minimum(accepted[at], width - 1) + 1
+        assert served.step() == expected.tolist()
+        at = (at + expected) % len(accepted)
     assert (served.lens - lens).unique().numel() > 5
     places = served.propose().logprobs
     served.reqs[3] = SimpleNamespace(rid="new", origin_input_ids=[0])  # begins elsewhere
@@ -215,9 +220,7 @@ def test_ragged_steps_commit_more_than_chains_of_as_many_rows() -> None:
         share_rows(served.propose().logprobs, 8 * 64, lens, starts)
         return served.step(ragged=Ragged(starts, lens, 16))
 
-    ragged = mean(200, step)
-    assert ragged / FACTS["in_a_circle"]["8"] == pytest.approx(1.1, abs=0.03)
-    assert ragged < mean(200, served.step)
+    assert mean(200, step) > 1.02 * mean(200, of_pair(8).step)
 
 
 def test_trees_commit_the_true_tokens_that_are_among_their_nodes() -> None:
@@ -236,7 +239,7 @@ def test_trees_commit_the_true_tokens_that_are_among_their_nodes() -> None:
         served.lens = served.lens + torch.tensor(committed)
         return committed
 
-    assert mean(100, step) / FACTS["in_a_circle"]["16"] == pytest.approx(1.125, abs=0.02)
+    assert mean(100, step) > 1.2 * mean(100, of_pair(16).step)
 
 
 def longest_path(logprobs: np.ndarray, ranks: np.ndarray) -> int:
