@@ -43,9 +43,8 @@ class StepTimes:
     """Seconds of a step for every captured batch size and kind.
 
     A step takes as long as the device or as the host, whichever takes longer. The host launches it, which start-up
-    measures for each form of step (plain, chains, ragged, trees), and does the rest of a turn of the loop, the same
-    for all: steps for which the device waited tell it. A form need not be tried for its time on the host, which
-    one step among others does not show. All other steps tell the device's time.
+    measures for each form of step (plain, chains, ragged, trees), and does a rest of the loop's turn, the same
+    for all. Steps that the device waited for tell this rest, others the device's time.
 
     On the device a step takes `base[bucket, kind] + slope[kind] * context_tokens`, with `context_tokens` the sum
     over the batch. `fit` takes what start-up measures and fills what it did not. Along the batch sizes that is
