@@ -422,11 +422,16 @@ def test_a_backend_of_flash_attention_3_begins_each_forward_that_it_prepares_ins
     for backend in (*backends, backends[0]):
         batch = verify_batch(2, 4, draft_token_num=2, ragged_verify_layout=None)
         backend.init_forward_metadata_in_graph(batch)
-        assert backend.prepared is batch and backend.tables == (batch.req_pool_indices, [0 + WIDTH] * 2)
+        requests, lens = backend.tables
+        assert backend.prepared is batch and requests is batch.req_pool_indices and lens == [1 + WIDTH] * 2
         assert prepares_in_graph(backend)
         for _ in range(2):
             flash.module.flash_attn_with_kvcache(**call(backend.forward_metadata.cache_seqlens_int32, 64))
     assert [int(used) for used in flash.kernels.used] == [1, 1, 2, 2, 3, 3]
+    layout = SimpleNamespace(verify_lens=torch.tensor([3, 0]), qo_indptr_device=torch.tensor([0, 3, 3]))
+    backend.forward_metadata.cu_seqlens_q = torch.zeros(3)
+    backend.init_forward_metadata_in_graph(verify_batch(2, 3, draft_token_num=2, ragged_verify_layout=layout))
+    assert backend.tables[1] == [4, 1] and backend.forward_metadata.cu_seqlens_q.tolist() == [0, 3, 3], "ragged"
     renaming = flash.backend()
     renaming.use_sliding_window_kv_pool = True
     assert spare_launches(renaming) and not prepares_in_graph(renaming)
