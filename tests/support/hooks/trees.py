@@ -34,15 +34,15 @@ def grown() -> None:
     """Of every request's tree, its tokens, parents and accepted nodes go to grown.jsonl."""
     chosen: list[Any] = []
 
-    def noting(choose: Any, self: Any, batch: Any, *arguments: Any) -> Any:
-        rows = choose(self, batch, *arguments)
-        chosen[:] = [req.rid for req in batch.reqs], rows.by_request(rows.rows.ids).clone()
-        return rows
+    def noting(verify: Any, self: Any, batch: Any, block: Any, proposals: Any, of: Any, *arguments: Any) -> Any:
+        if of.paths is not None:
+            chosen[:] = [req.rid for req in batch.reqs], of.by_request(of.rows.ids).clone()
+        return verify(self, batch, block, proposals, of, *arguments)
 
     def then_note(move: Any, self: Any, paths: Any) -> None:
         move(self, paths)
         columns = (of.tolist() for of in (chosen[1], paths.tree.parents, paths.nodes))
         note("grown.jsonl", *zip(chosen[0], *columns, strict=True))
 
-    around("tree", noting)
+    around("verify", noting)
     around("paths", then_note)
