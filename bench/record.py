@@ -1,6 +1,6 @@
 """The record of the packaged pair, for measurements that force acceptance to be like it.
 
-python -m bench.record FILE.npz... [--out bench/records/pair.npz] [--texts 32] [--tokens 128]
+python -m bench.record FILE.npz... [--out bench/records/pair.npz] [--texts 20] [--tokens 256]
 
 The files are those of `training.accept --records`, one for each data set. Of each it takes the first texts that
 are long enough, and their first tokens: after every one, the draft's likeliest tokens at each place of a block,
@@ -108,8 +108,8 @@ def main() -> int:
     parser = script_parser(__doc__)
     parser.add_argument("sets", type=Path, nargs="+", metavar="FILE.npz")
     parser.add_argument("--out", type=Path, default=PAIR_RECORD)
-    parser.add_argument("--texts", type=int, default=32, help="of each file")
-    parser.add_argument("--tokens", type=int, default=128, help="of each text")
+    parser.add_argument("--texts", type=int, default=20, help="of each file")
+    parser.add_argument("--tokens", type=int, default=256, help="of each text")
     asked = parser.parse_args()
     parts = [beginnings(AcceptanceRecord.load(path), asked.texts, asked.tokens) for path in asked.sets]
     logprobs, ranks = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -65,7 +64,7 @@ class Replay:
     def reads(self, inputs: GraphInputs) -> bool:
         """Whether the graph finds all its rows in these."""
         room = len(inputs.seq_lens) >= self.requests and len(inputs.input_ids) >= self._padded_rows
-        return room and all(map(operator.eq, map(Tensor.data_ptr, inputs), self._places))
+        return room and [buffer.data_ptr() for buffer in inputs] == self._places
 
     def takes(self, padded: int, *sources: Tensor) -> bool:
         """Whether the graph can run on these, in the order of `inputs`. What lies elsewhere is copied to them, in

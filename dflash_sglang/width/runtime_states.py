@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from dflash_sglang.attention.trees import serve_trees
-from dflash_sglang.drafting import replays
+from dflash_sglang.drafting.replays import forget as forget_replays
 from dflash_sglang.drafting.step_slots import TREE_ROWS
 from dflash_sglang.models.draft import DFlashDraftModel
 from dflash_sglang.patches.attention_room import plan_windows, room_for_blocks
@@ -21,8 +21,7 @@ from dflash_sglang.patches.graphs import by_tokens, captured_at, keeping, leave_
 from dflash_sglang.patches.replayed_states import move_states_in_forward
 from dflash_sglang.settings.width import PLAIN
 from dflash_sglang.sglang_names.scheduler import DecodeCudaGraphRunner, ModelRunner, get_spec
-from dflash_sglang.verify.recurrent import replays as replays_states
-from dflash_sglang.verify.recurrent import states_of_width
+from dflash_sglang.verify.recurrent import replays, states_of_width
 from dflash_sglang.verify.rows import Shape
 from dflash_sglang.verify.tree import Trees
 from dflash_sglang.width.options import least_budget
@@ -65,7 +64,7 @@ class RuntimeState(NamedTuple):
             plan_windows(attention)
             if trees is not None:
                 serve_trees(attention, trees.tree)
-            if width == PLAIN and replays_states(runner):
+            if width == PLAIN and replays(runner):
                 move_states_in_forward(attention)
             graphs = runner.decode_cuda_graph_runner
             if isinstance(graphs, DecodeCudaGraphRunner):
@@ -129,7 +128,7 @@ class RuntimeStates:
         self.use_widest()
         for width in widths:
             del self._states[width]
-        replays.forget()
+        forget_replays()
         gc.collect()
 
     def add_while_free(self, widths: Iterable[int], free: Callable[[], float], reserve: float) -> dict[int, float]:

@@ -78,7 +78,7 @@ class StepTimes:
         self._added = np.zeros((len(self.buckets), len(self._widths)))  # what a ragged step takes for these rows
         forms = [(kind.ragged, kind.nodes is not None, kind.width == PLAIN) for kind in kinds]
         self._form = np.array([sorted(set(forms)).index(form) for form in forms])
-        self._launch = np.full(len(set(forms)), np.nan)  # seconds, by form; NaN: unknown
+        self._launch = np.zeros(len(set(forms)))  # seconds, by form; of the slowest one where nothing is known
         self._rest = 0.0  # seconds of a turn of the loop, beyond the launch
 
     def bucket(self, batch: int) -> int:
@@ -112,9 +112,11 @@ class StepTimes:
             base[bucket, index] = sum(rest) / len(rest)
             self._variance[bucket][index] = MEASURED
         self._base = self._filled(base)
-        for form in range(len(self._launch)):
-            launched = [of.host for of in samples if self._form[self.kinds.index(of.kind)] == form]
-            self._launch[form] = statistics.median(launched) if launched else np.nan
+        launched: dict[int, list[float]] = {}
+        for of in samples:
+            launched.setdefault(self._form[self.kinds.index(of.kind)], []).append(of.host)
+        known = {form: statistics.median(of_form) for form, of_form in launched.items()}
+        self._launch = np.array([known.get(form, max(known.values())) for form in range(len(self._launch))])
 
     def _filled(self, base: np.ndarray) -> np.ndarray:
         """base [buckets, kinds], its NaN (what nothing was measured of) filled."""
@@ -134,10 +136,7 @@ class StepTimes:
 
     def host(self) -> np.ndarray:
         """[kinds] expected seconds of the host in a step."""
-        return self._launches()[self._form] + self._rest
-
-    def _launches(self) -> np.ndarray:  # [forms] seconds; of the slowest one where nothing is known
-        return np.where(np.isnan(self._launch), np.nanmax(self._launch, initial=0.0), self._launch)
+        return self._launch[self._form] + self._rest
 
     def seconds(self, bucket: int, context_tokens: float) -> np.ndarray:
         """[kinds] expected seconds of the device in a step, of a ragged one with a token of each request."""
@@ -173,7 +172,7 @@ class StepTimes:
         expected = self.of_kind(bucket, kind, context_tokens, more)
         if not seconds > 0 or math.isinf(expected):
             return
-        launch = self._launches()[self._form[kind]]
+        launch = self._launch[self._form[kind]]
         self._observed += steps
         if waited:
             pause = 2 * max(launch + self._rest, expected)  # hardly moves it
