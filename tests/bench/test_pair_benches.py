@@ -17,20 +17,44 @@ from bench.steady import Look
 from dflash_sglang.demo.launch import BUILT_IN, OURS
 
 
-def test_claims_of_the_real_pair_are_of_its_blocks_with_the_most_requests() -> None:
-    def one(server: str, concurrency: int, prompts: str, length: float) -> dict[str, Any]:
-        return dict(server=server, concurrency=concurrency, prompts=prompts, median=dict(accept_length=length))
+def test_claims_of_the_real_pair_are_of_accept_lengths_and_of_the_defaults_speed() -> None:
+    def one(server: str, requests: int, prompts: str, rate: float, length: float = 9.0) -> dict[str, Any]:
+        median = dict(accept_length=length, output_tokens_per_second=rate)
+        return dict(server=server, concurrency=requests, prompts=prompts, median=median)
 
     figures = [
-        one("ours, width 16", 64, "data/gsm8k.jsonl", 4.0),
-        one("ours, width 16", 64, "mt-bench", 2.59),
-        *(one("ours, width 16", 1, "gsm8k", 9.0), one("ours", 64, "gsm8k", 9.0), one("plain", 64, "gsm8k", 1.0)),
-        one("ours, width 16", 64, "alpaca", 9.0),
+        one("ours, width 16", 64, "data/gsm8k.jsonl", 9000.0, 4.0),
+        *(one("ours, width 16", 64, "mt-bench", 9000.0, 2.59), one("ours, width 16", 8, "gsm8k", 9.0)),
+        *(one("ours", 64, "gsm8k", 1200.0), one("plain", 64, "gsm8k", 1000.0)),
+        *(one("ours", 64, "mt-bench", 900.0), one("plain", 64, "mt-bench", 1000.0)),
+        *(one("built-in, width 16", 64, "gsm8k", 1000.0), one("built-in, width 16", 64, "mt-bench", 700.0)),
+        *(one("ours", 8, "alpaca", 5.0), one("plain", 8, "alpaca", 1.0), one("ours", 8, "humaneval", 1.0)),
     ]
-    assert real_pair.claims(figures, 16) == [
-        dict(what="accept length, blocks of 16, 64 requests, gsm8k", value=4.0, bound=">= 4.0", ok=True),
-        dict(what="accept length, blocks of 16, 64 requests, mtbench", value=2.59, bound=">= 2.6", ok=False),
+    assert [(of["what"], of["value"], of["bound"], of["ok"]) for of in real_pair.claims(figures, 16)] == [
+        ("accept length, blocks of 16, 64 requests, gsm8k", 4.0, ">= 4.0", True),
+        ("accept length, blocks of 16, 64 requests, mtbench", 2.59, ">= 2.6", False),
+        ("over no speculation, 64 requests, gsm8k", 1.2, ">= 1.1", True),
+        ("over no speculation, 64 requests, mtbench", 0.9, ">= 0.97", False),
+        ("over the built-in worker, 64 requests, the worst of 2 sets, gsm8k", 1.2, ">= 1.15", True),
     ]
+    assert real_pair.claims([], 16) == []
+
+
+def test_a_run_of_the_real_pair_that_is_ended_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(settings: Any, results: Any, progress: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(real_pair.sweep, "measure", measure)
+    prompts, out = tmp_path / "gsm8k.jsonl", tmp_path / "real_pair.json"
+    prompts.write_text(json.dumps({"prompt": "One and one?"}) + "\n")
+    pair = ["--target", "training/pair/target", "--draft", "training/pair/draft"]
+    monkeypatch.setattr("sys.argv", ["real_pair", "--out", str(out), "--prompts", str(prompts), *pair])
+    real_pair.main()
+    written = json.loads(out.read_text())
+    assert written["incomplete"] == "ended by 143" and written["figures"] == []
+    assert [one["server"] for one in written["servers"]] == ["plain", "ours", "ours, width 16"]
 
 
 def test_each_shape_is_a_run_of_widths_whose_figures_and_claims_are_kept(
