@@ -100,10 +100,11 @@ def build_step(
         assert isinstance(draft.context_kv, ContextKV)
         context = RingContext(draft.context_kv, rings)
     tail = VerifyTail(target, runner, logits, tables.acceptor, context)
-    source = _source(draft, config, rings or DraftWindow.imposed(reservation.page_size, table, own_table))
-    if tables.acceptor.answers is not None:
-        source = Changed(source, tables.acceptor.answers.foretell)
-    copies = _copies(draft, target, slots.longest, config)
+    copies, answers = _copies(draft, target, slots.longest, config), tables.acceptor.answers
+    window = rings or DraftWindow.imposed(reservation.page_size, table, own_table)
+    source = _source(draft, config, window, None if answers is not None else copies)
+    if answers is not None:
+        source = Changed(source, answers.foretell)
     if copies is not None:
         source = Changed(source, copies.propose)
     mask, assign = draft.model.spec.mask_token_id, None if rings is None else rings.assign_block
@@ -127,13 +128,16 @@ def _copies(draft: LoadedDraft, target: ModelRunner, longest: int, config: Plugi
     return None
 
 
-def _source(draft: LoadedDraft, config: PluginConfig, window: DraftWindow | None) -> ProposalSource:
+def _source(
+    draft: LoadedDraft, config: PluginConfig, window: DraftWindow | None, copies: Copies | None
+) -> ProposalSource:
+    """copies: of proposals that nobody else changes."""
     if isinstance(draft.context_kv, RecentRows):
         recent, layout = draft.context_kv, draft.parallel_layout
         return MtpSource(draft.runner, draft.model, recent, layout, drawn=draft.draws_proposals)
     of_trees = 0 if why_no_candidates(draft.model) else most_requests(config.width.trees)
     of_draft = draft.runner, draft.model, draft.block_size, draft.parallel_layout
-    return Proposer(*of_draft, drawn=draft.draws_proposals, window=window, tree_requests=of_trees)
+    return Proposer(*of_draft, drawn=draft.draws_proposals, window=window, tree_requests=of_trees, copies=copies)
 
 
 def _rings(

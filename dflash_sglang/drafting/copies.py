@@ -22,7 +22,7 @@ from dflash_sglang.kernels.block.pack_rows import Rows
 from dflash_sglang.kernels.head.pack_shard import Candidates
 from dflash_sglang.requests.limits import may_copy
 from dflash_sglang.settings.width import PLAIN
-from dflash_sglang.sglang_names.scheduler import ModelRunner, ScheduleBatch, async_h2d
+from dflash_sglang.sglang_names.scheduler import ForwardBatch, ModelRunner, ScheduleBatch, async_h2d
 
 
 class Copies:
@@ -38,6 +38,8 @@ class Copies:
         allocator, self._vocab = target.token_to_kv_pool_allocator, target.model_config.vocab_size
         slots = allocator.size_full + allocator.page_size
         self._tables = CopyTables.allocate(slots, target.req_to_token_pool.req_to_token, longest)
+        self._always = torch.ones(1, dtype=torch.int32, device=self.history.device)
+        self._of_graphs, self._in_graphs = self._always.clone(), True  # on the device, and here
 
     @property
     def history(self) -> Tensor:
@@ -86,21 +88,43 @@ class Copies:
             index = async_h2d(forbid, dtype=torch.int64, device=ids.device)
             self._tables.record[:, FAILED].index_fill_(0, rows[index], math.inf)
 
+    def in_graphs(self, do: bool) -> None:
+        """Whether the draft's graphs write copies (`write`) from now on."""
+        if do != self._in_graphs:
+            self._in_graphs = do
+            self._of_graphs.fill_(int(do))
+
+    def write(self, ids: Tensor, batch: ForwardBatch, logprobs: Tensor, best: Candidates | None) -> None:
+        """Replace certain proposals of requests whose text promises more, as a draft's graph ends. Padding belongs
+        to request 0 and slot 0, which are nobody's.
+
+        ids [bs, block] and the batch: inputs of the graph. logprobs, best: as `Proposals` has them."""
+        slots = batch.out_cache_loc[: ids.numel()].view(ids.shape)
+        rows = CopyRows(ids, slots, batch.seq_lens, batch.req_pool_indices, logprobs=logprobs, best=best)
+        find_copies(rows, self._tables, self._of_graphs)
+        write_copies(rows, self._tables, self._of_graphs)
+
+    def promised(self, requests: int) -> Tensor:
+        """What the latest step's copies promise: see `Proposals`."""
+        return self._tables.promised[:requests]
+
     def propose(self, batch: ScheduleBatch, block: Block, proposals: Proposals) -> Proposals:
-        """Replace the proposals of requests whose text promises more; in place, in two launches."""
+        """Replace the proposals of requests whose text promises more; in place, in two launches, where the draft's
+        graph has not."""
         del batch
+        if proposals.promised is not None:
+            return proposals
         drawn = proposals.candidates.shape[2] > 1  # certain ones are a view of the tokens
         drawn_from = Candidates(proposals.candidates, proposals.probs) if drawn else None
         of_block = proposals.tokens, block.slots, block.prefix_lens, block.requests
         rows = CopyRows(*of_block, drawn_from, proposals.logprobs, proposals.best)
         if block.size == PLAIN:
-            write_copies(rows, self._tables)
+            write_copies(rows, self._tables, self._always)
             return proposals
-        longest = int(block.kv_len_bounds.numpy().max()) - block.size
         with torch.inference_mode():  # in which candidates are drawn
-            find_copies(rows, self._tables, longest)
-            write_copies(rows, self._tables)
-        return proposals._replace(promised=self._tables.promised[: block.batch_size])
+            find_copies(rows, self._tables, self._always)
+            write_copies(rows, self._tables, self._always)
+        return proposals._replace(promised=self.promised(block.batch_size))
 
     def extend(self, block: Block, proposals: Proposals, length: int) -> Rows:
         """The rows [bs * length] of chains that are longer than this block: its proposals, then their copy."""

@@ -8,6 +8,7 @@ import torch
 
 from dflash_sglang.attention.verifying import draft_forward, draft_input
 from dflash_sglang.drafting.block import Block
+from dflash_sglang.drafting.copies import Copies
 from dflash_sglang.drafting.proposals import Proposals
 from dflash_sglang.drafting.replays import replay_of
 from dflash_sglang.drafting.row_reader import RowReader
@@ -53,10 +54,12 @@ class Proposer:
         drawn: bool,
         window: DraftWindow | None = None,
         tree_requests: int = 0,
+        copies: Copies | None = None,
     ):
         """block_size: of the widest blocks; tree_requests: of so many requests, with the padding of the draft's
-        graph, the widest blocks come with candidates for trees. Raises ValueError where `why_no_candidates` has a
-        reason."""
+        graph, the widest blocks come with candidates for trees; copies: are written over certain proposals, if the
+        draft's graph finds the target's slots and lengths in its inputs. Raises ValueError where
+        `why_no_candidates` has a reason."""
         why = why_no_candidates(model)
         if tree_requests and why is not None:
             raise ValueError(f"tree_requests={tree_requests}: expected 0, because {why}")
@@ -78,6 +81,9 @@ class Proposer:
             max_requests * block_size if model.spec.has_row_less else 0, dtype=torch.int64, device=runner.device
         )
         self._serve(block_size)
+        apart = self._reader.ranks_may_part and get_dp_tp_group().world_size > 1
+        in_graph = self._all_rows is None and window is None and not model.spec.has_row_less and not apart
+        self._copies = copies if in_graph else None
         if self._all_rows is None:  # else ranks with batches of their own, and IDLE ones, run the head together
             runner.capture_tail_hooks.append(self._capture_tail)
 
@@ -93,9 +99,11 @@ class Proposer:
             return self._certain(block.ids)
         if width != self._width:
             self._serve(width)
-        tokens, padded = self._replayed(block) or self._run(batch, block)
         info = batch.sampling_info
         drawn = self._drawn and not info.is_all_greedy and info.sampling_seed is None
+        if self._copies is not None:
+            self._copies.in_graphs(not drawn)
+        tokens, padded, captured = self._replayed(block) or self._run(batch, block)
         if drawn:
             with torch.inference_mode(), draft_tp_context(self._layout):
                 proposals = self._reader.draw(tokens, info.temperatures.view(-1), info.top_ks <= 1)
@@ -106,9 +114,12 @@ class Proposer:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, tokens)
         if self._reader.ranks_may_part:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, logprobs)
-        return proposals._replace(logprobs=logprobs, best=best)
+        promised = None
+        if self._copies is not None and captured and not drawn:
+            promised = self._copies.promised(bs)
+        return proposals._replace(logprobs=logprobs, best=best, promised=promised)
 
-    def _replayed(self, block: Block) -> tuple[torch.Tensor, int] | None:
+    def _replayed(self, block: Block) -> tuple[torch.Tensor, int, bool] | None:
         """What `_run` gives, by a graph that finds the blocks in its inputs; None without such a graph."""
         if self._window is not None or self._all_rows is not None or self._model.spec.has_row_less:
             return None
@@ -117,10 +128,11 @@ class Proposer:
             return None
         replay.run()
         ids = replay.inputs.input_ids[: block.ids.numel()]
-        return ids.view(block.ids.shape), replay.requests
+        return ids.view(block.ids.shape), replay.requests, True
 
-    def _run(self, batch: ScheduleBatch, block: Block) -> tuple[torch.Tensor, int]:
-        """(tokens of the blocks [bs, block] with the likeliest proposals, requests with the padding of a graph)"""
+    def _run(self, batch: ScheduleBatch, block: Block) -> tuple[torch.Tensor, int, bool]:
+        """(tokens of the blocks [bs, block] with the likeliest proposals, requests with the padding of a graph,
+        whether a graph ran)"""
         drafted = block.without_last() if self._model.spec.has_row_less else block
         forward_batch = self._forward_batch(batch, drafted)
         self._expect_rows(batch, block.size)
@@ -129,8 +141,8 @@ class Proposer:
             if out.can_run_graph and self._all_rows is None:
                 graphs = self._runner.decode_cuda_graph_runner
                 ids = graphs.buffers.input_ids[: drafted.ids.numel()].view(block.batch_size, -1)
-                return self._proposed(ids), graphs.bs
-            return self._write_proposals(drafted.ids, out.logits_output.hidden_states), block.batch_size
+                return self._proposed(ids), graphs.bs, True
+            return self._write_proposals(drafted.ids, out.logits_output.hidden_states), block.batch_size, False
 
     def _certain(self, tokens: torch.Tensor) -> Proposals:
         bs, proposals = tokens.shape[0], tokens.shape[1] - 1
@@ -171,6 +183,9 @@ class Proposer:
         del runner
         ids = forward_batch.input_ids[:num_tokens].view(forward_batch.batch_size, -1)
         self._write_proposals(ids, out.hidden_states)
+        if self._copies is not None:
+            bs, rows = ids.shape
+            self._copies.write(ids, forward_batch, *self._reader.read(bs, rows - 1, padded=bs))
 
     def _write_proposals(self, ids: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """ids [bs, rows] of the draft's forward, hidden_states [bs * rows (+ padding), hidden] -> `_proposed`."""

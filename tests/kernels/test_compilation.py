@@ -144,16 +144,16 @@ def trees() -> None:
 
 
 def copies() -> None:
-    tables = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), 4 * BLOCK)
+    tables, on = find_copy.CopyTables.allocate(4096, counts(ROWS, 4096), 4 * BLOCK), counts(1)
     for width in (1, 6, BLOCK):
         steps = (BS, width - 1)
         logprobs = torch.zeros(steps) if width > 1 else None
         blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), logprobs=logprobs)
-        find_copy.find_copies_triton(blocks, tables, 4000)
-        find_copy.write_copies_triton(blocks, tables)
+        find_copy.find_copies_triton(blocks, tables, on)
+        find_copy.write_copies_triton(blocks, tables, on)
         for drawn, best in ((16, None), (None, 8)):
             both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
-            find_copy.write_copies_triton(blocks._replace(drawn=both[0], best=both[1]), tables)
+            find_copy.write_copies_triton(blocks._replace(drawn=both[0], best=both[1]), tables, on)
 
 
 def rows_of_layers() -> None:

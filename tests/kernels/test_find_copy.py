@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -43,13 +43,14 @@ def new_case(
     return Case(texts, tables, kernels.CopyRows(tokens, slots, lens, requests, logprobs=logprobs))
 
 
-def run(twin: str, name: str, *arguments: Any) -> None:
-    getattr(kernels, f"{name}_copies_{twin}")(*arguments)
+def run(twin: str, name: str, rows: kernels.CopyRows, tables: kernels.CopyTables, on: int = 1) -> None:
+    flag = torch.full((1,), on, dtype=torch.int32, device=rows.tokens.device)
+    getattr(kernels, f"{name}_copies_{twin}")(rows, tables, flag)
 
 
 def find(twin: str, case: Case) -> list[tuple[int, int]]:
     """(length, position after it) of each request's match."""
-    run(twin, "find", case.rows, case.tables, max(len(text) - 1 for text in case.texts))
+    run(twin, "find", case.rows, case.tables)
     keys = case.tables.matches[: len(case.texts)].tolist()
     return [(key >> 32, key & 0xFFFFFFFF) for key in keys]
 
@@ -98,14 +99,26 @@ def test_the_longest_match_is_found_and_of_equals_the_latest(twin, device, page,
     assert find(twin, new_case(texts, device, page, seed=seed)) == [plain_match(text) for text in texts]
 
 
-def test_a_match_in_a_later_chunk_of_pages_of_64_is_found(twin, device, monkeypatch):
+@pytest.mark.parametrize("programs", [1, 3, 8])
+def test_a_match_in_a_later_chunk_of_pages_of_64_is_found(twin, device, monkeypatch, programs):
     monkeypatch.setattr(kernels, "_CHUNK", 16)
+    monkeypatch.setattr(kernels, "_programs", lambda requests, chunks: programs)
     monkeypatch.setitem(globals(), "WIDTH", 128)
     phrase = [5, 6, 7, 8]
     long = [*range(100, 130), *phrase, *range(200, 215), *phrase, 1, *phrase]
     assert find(twin, new_case([long, [*phrase, 9], phrase * 20], device, 64)) == [(4, 53), (0, 0), (32, 76)]
     for length in (14, 15, 16, 30, 31, 32, 46, 47):  # the last place that is searched, around the end of a chunk
         assert find(twin, new_case([[*range(100, 100 + length), 7, 7]], device, 64)) == [(1, length + 1)]
+
+
+def test_nothing_is_done_while_it_is_off(twin, device):
+    case = step(twin, device, repeated(12), [0.0, 1e6])
+    case.tables.matches.fill_(7)
+    before = [tensor.clone() for tensor in (*case.tables, case.rows.tokens, case.rows.logprobs)]
+    for name in ("find", "write"):
+        run(twin, name, case.rows, case.tables, on=0)
+    after = [*case.tables, case.rows.tokens, case.rows.logprobs]
+    assert all(torch.equal(of, was) for of, was in zip(after, before, strict=True))
 
 
 def test_tokens_of_other_requests_and_of_rows_that_were_rejected_are_not_found(twin, device):

@@ -169,6 +169,7 @@ def _install() -> None:
     from sglang.srt.platforms.interface import PlatformCapabilities
 
     from dflash_sglang.attention.torch_cpu import TorchCpuAttention
+    from dflash_sglang.kernels.block import find_copy
     from dflash_sglang.sglang_names.scheduler import get_exec
 
     class Runner(module.DecodeCudaGraphRunner):
@@ -219,6 +220,8 @@ def _install() -> None:
     setup.capture_decode_graph = capture
     ModelRunner._decode_cuda_graph_runner_cls = lambda runner: Runner
     # On a GPU kernels that read lengths.
+    for name in ("find_copies_torch", "write_copies_torch"):
+        setattr(find_copy, name, functools.partial(_as_node, getattr(find_copy, name)))
     dp_attention.memcpy = functools.partial(_as_node, dp_attention.memcpy)
     fused_moe_native.moe_forward_native = functools.partial(_as_node, fused_moe_native.moe_forward_native)
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph

@@ -1,7 +1,7 @@
 """Copies: where a request's last tokens stood before in its own text, and the tokens after them as proposals.
 
-Two launches per step: `find_copies` searches, `write_copies` learns from the step before and proposes. Steps that
-verify more rows than a block have `extend_copies` behind them.
+Two launches per step, which a graph may hold: `find_copies` searches, `write_copies` learns from the step before
+and proposes. Steps that verify more rows than a block have `extend_copies` behind them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_FAILED, FIRST_EXPECTED = 10.5, 3.0
 DRAFTED, COPIED = 1, 2  # what a step verified
 _PROPOSED_BY, _PREFIX, _LENGTH, _STEPS, _TOKENS = range(5)  # columns of `CopyTables.last`
 FAILED = 0  # column of `CopyTables.record`; infinite: nothing is copied
-_CHUNK = 256  # positions searched by one program
+_CHUNK = 256  # positions searched by one program at a time
 _AT_ONCE = 8  # tokens before each of them that are compared at once: each comparison waits for two reads
 _CHANCES = ((1, 0.55), (2, 0.38), (3, 0.25), (4, 0.16), (6, 0.11), (8, 0.08), (12, 0.055), (16, 0.04), (32, 0.015))
 
@@ -83,22 +83,23 @@ class CopyRows(NamedTuple):
     best: Candidates | None = None  # [bs, block - 1, K]
 
 
-def find_copies(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
+def find_copies(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
     """Write to `tables.matches` where the longest match of each request's last tokens ends, the latest of equals.
 
-    A match ends before the last token, and has LONGEST tokens at most. longest_prefix: no prefix is longer.
+    A match ends before the last token, and has LONGEST tokens at most. on [1]: nothing is done where it is 0.
     """
-    (find_copies_triton if rows.tokens.is_cuda else find_copies_torch)(rows, tables, longest_prefix)
+    (find_copies_triton if rows.tokens.is_cuda else find_copies_torch)(rows, tables, on)
 
 
-def write_copies(rows: CopyRows, tables: CopyTables) -> None:
+def write_copies(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
     """Propose the tokens after each match that promises more than the draft's own probabilities do, and write the
     blocks to the history.
 
     First each request's record learns how far the copy of the step before came true, proposed or not. A copy that
     reaches the end of the text goes on with its own tokens. A copied proposal is certain. Matches become 0.
+    on [1]: nothing is done where it is 0.
     """
-    (write_copies_triton if rows.tokens.is_cuda else write_copies_torch)(rows, tables)
+    (write_copies_triton if rows.tokens.is_cuda else write_copies_torch)(rows, tables, on)
 
 
 def extend_copies(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
@@ -120,10 +121,12 @@ def extend_copies(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
     return Rows(ids, positions, slots)
 
 
-def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
+def find_copies_torch(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
     """The definition of `find_copies` in torch operations."""
+    if not on.item():
+        return
     device = rows.tokens.device
-    places = torch.arange(max(longest_prefix, 1), device=device)
+    places = torch.arange(int(rows.prefix_lens.max().clamp(min=1)), device=device)
     order = torch.arange(LONGEST, device=device)
     prefix_lens = rows.prefix_lens[:, None]
     last = _text(rows, tables, prefix_lens - order.flip(0))
@@ -135,8 +138,10 @@ def find_copies_torch(rows: CopyRows, tables: CopyTables, longest_prefix: int) -
     tables.matches[: len(last)] = torch.where(lengths > 0, (lengths << 32) | (places + 1), 0).amax(dim=1)
 
 
-def write_copies_torch(rows: CopyRows, tables: CopyTables) -> None:
+def write_copies_torch(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
     """The definition of `write_copies` in torch operations."""
+    if not on.item():
+        return
     tokens, slots, prefix_lens, requests, drawn, logprobs, best = rows
     steps = tokens.shape[1] - 1
     lane = torch.arange(tables.last.shape[1] - _TOKENS, device=tokens.device)
@@ -216,27 +221,31 @@ def _text(rows: CopyRows, tables: CopyTables, places: Tensor) -> Tensor:
     return torch.where((places >= 0) & (places <= prefix_lens), text, -1)
 
 
-def find_copies_triton(rows: CopyRows, tables: CopyTables, longest_prefix: int) -> None:
-    """`find_copies` as one Triton launch, one program per request and chunk of its text."""
-    if longest_prefix:
-        grid = (len(rows.tokens), triton.cdiv(longest_prefix, _CHUNK))
-        _find_copies_kernel[grid](
-            rows.tokens, rows.prefix_lens, rows.requests, tables.req_to_token, tables.history, tables.matches,
-            rows.tokens.stride(0), tables.req_to_token.stride(0), CHUNK=_CHUNK, LONGEST=LONGEST,
-            AT_ONCE=_AT_ONCE,
-        )  # fmt: skip
+def find_copies_triton(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
+    """`find_copies` as one Triton launch, programs of each request take chunks of its text in turn."""
+    bs, chunks = len(rows.tokens), triton.cdiv(tables.req_to_token.shape[1], _CHUNK)
+    _find_copies_kernel[(bs, _programs(bs, chunks))](
+        on, rows.tokens, rows.prefix_lens, rows.requests, tables.req_to_token, tables.history, tables.matches,
+        rows.tokens.stride(0), tables.req_to_token.stride(0), CHUNK=_CHUNK, LONGEST=LONGEST, AT_ONCE=_AT_ONCE,
+    )  # fmt: skip
+
+
+def _programs(requests: int, chunks: int) -> int:
+    """Of each request: all together fill a GPU, and few have nothing to do."""
+    return min(chunks, max(16, min(2048 // requests, 128)))
 
 
 @triton.jit(do_not_specialize=["token_stride"])
 def _find_copies_kernel(
-    tokens_ptr, prefix_ptr, requests_ptr, req_to_token_ptr, history_ptr, matches_ptr,
+    on_ptr, tokens_ptr, prefix_ptr, requests_ptr, req_to_token_ptr, history_ptr, matches_ptr,
     token_stride, row_stride,
     CHUNK: tl.constexpr, LONGEST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     prefix = tl.load(prefix_ptr + request).to(tl.int64)
+    end = tl.where(tl.load(on_ptr) > 0, prefix, 0)
     first = tl.program_id(1).to(tl.int64) * CHUNK
-    if first < prefix:
+    while first < end:
         row_ptr = req_to_token_ptr + tl.load(requests_ptr + request).to(tl.int64) * row_stride
         place = first + tl.arange(0, CHUNK)
         own = tl.load(tokens_ptr + request * token_stride).to(tl.int32)
@@ -262,14 +271,15 @@ def _find_copies_kernel(
         key = tl.max(tl.where(length > 0, (length << 32) | (place + 1), 0), axis=0)
         if key > 0:
             tl.atomic_max(matches_ptr + request, key)
+        first += tl.num_programs(1) * CHUNK
 
 
-def write_copies_triton(rows: CopyRows, tables: CopyTables) -> None:
+def write_copies_triton(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
     """`write_copies` as one Triton launch, one program per request."""
     tokens, slots, prefix_lens, requests, drawn, logprobs, best = rows
     (bs, block), most = tokens.shape, tables.last.shape[1] - _TOKENS
     _write_copies_kernel[(bs,)](
-        tokens, slots, prefix_lens, requests, *(drawn or (None, None)), logprobs, *(best or (None, None)),
+        on, tokens, slots, prefix_lens, requests, *(drawn or (None, None)), logprobs, *(best or (None, None)),
         *tables, tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
         1 if logprobs is None else logprobs.stride(1),
         STEPS=block - 1, MOST=most, LANES=triton.next_power_of_2(most + 1),
@@ -280,7 +290,7 @@ def write_copies_triton(rows: CopyRows, tables: CopyTables) -> None:
 
 @triton.jit(do_not_specialize=["token_stride"])
 def _write_copies_kernel(
-    tokens_ptr, slots_ptr, prefix_ptr, requests_ptr,
+    on_ptr, tokens_ptr, slots_ptr, prefix_ptr, requests_ptr,
     drawn_ptr, probs_ptr, logprobs_ptr, best_ptr, best_logprobs_ptr,
     history_ptr, req_to_token_ptr, matches_ptr, record_ptr, last_ptr, chances_ptr, counts_ptr, promised_ptr,
     token_stride, row_stride, last_stride, logprob_stride,
@@ -288,6 +298,8 @@ def _write_copies_kernel(
     LEAST: tl.constexpr, GAIN: tl.constexpr, FADE: tl.constexpr,
     FIRST_FAILED: tl.constexpr, FIRST_EXPECTED: tl.constexpr,
 ):  # fmt: skip
+    if tl.load(on_ptr) == 0:
+        return
     request = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     row = tl.load(requests_ptr + request).to(tl.int64)
