@@ -17,7 +17,7 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps(sys.argv[1:]), file=calls)
 """
 # Directories, ports and devices; whether rounds came at once.
-WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft", "--before", "--add"}
+WHERE = {"--out", "--logs", "--port", "--gpus", "--target", "--draft", "--before", "--add", "--prompts"}
 DEFAULTS = {"--rounds": ["3"], "--output": ["512"]}
 
 
@@ -43,7 +43,14 @@ def test_the_parts_are_the_commands_of_the_results_that_a_gpu_gave(tmp_path):
     parts = re.findall(r"^    (\w+)\)", script, re.M)
     listed = re.findall(r"^#  (?: on one GPU| on two, \"0,1\")? +(\w.*)$", script, re.M)
     assert sorted(" ".join(listed).split()) == sorted(parts)
-    places = dict(PYTHON=python, CALLS=calls, PAIR=tmp_path / "pair", LOGS=tmp_path / "logs", BEFORE="a3962b5")
+    places = dict(
+        PYTHON=python,
+        CALLS=calls,
+        PAIR=tmp_path / "pair",
+        LOGS=tmp_path / "logs",
+        BEFORE="a3962b5",
+        PROMPTS=tmp_path,
+    )
     environment = {**os.environ, **{name: str(path) for name, path in places.items()}}
     command = ["bash", "bench/figures.sh", "0,1", *parts]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=60)
