@@ -92,11 +92,10 @@ class TreeVerify:
         ids, positions, slots = (tensor.view(bs, nodes) for tensor in rows)
         tree = trees.of(bs)
         grow_tree(proposals.tokens[:, 0], proposals.best, ids, tree)
-        place_nodes(tree.depths, block.prefix_lens, block.requests, self._table, Places(positions, slots))
+        places = Places(positions, slots, ids, self._history)
+        place_nodes(tree.depths, block.prefix_lens, block.requests, self._table, places)
         if self._rings is not None:
             self._rings.assign(block.requests, block.prefix_lens, slots)
-        if self._history is not None:
-            self._history[rows.slots] = rows.ids.int()
         return VerifyRows(rows, nodes, self._block_size, paths=trees.paths(rows.slots))
 
     def move_paths(self, paths: Paths) -> None:

@@ -138,8 +138,9 @@ def trees() -> None:
     for nodes in (8, 64):
         tree = grow_tree.Tree(counts(BS, nodes), counts(BS, nodes), ids(BS, nodes), torch.zeros(BS, nodes))
         grow_tree.grow_tree_triton(ids(BS), candidates, ids(BS, nodes), tree)
-        places = place_nodes.Places(ids(BS, nodes), ids(BS, nodes))
-        place_nodes.place_nodes_triton(tree.depths, ids(BS), ids(BS), counts(ROWS, 4096), places)
+        for history in (None, counts(4096)):
+            places = place_nodes.Places(ids(BS, nodes), ids(BS, nodes), ids(BS, nodes), history)
+            place_nodes.place_nodes_triton(tree.depths, ids(BS), ids(BS), counts(ROWS, 4096), places)
         accepts(nodes, accept.Paths(tree, ids(BS, nodes), ids(BS, BLOCK), ids(BS * BLOCK), ids(BS * BLOCK)))
 
 
@@ -151,6 +152,7 @@ def copies() -> None:
         blocks = find_copy.CopyRows(ids(BS, width), ids(BS, width), ids(BS), ids(BS), logprobs=logprobs)
         find_copy.find_copies_triton(blocks, tables, on)
         find_copy.write_copies_triton(blocks, tables, on)
+        find_copy.extend_copies_triton(blocks, tables, 4 * BLOCK)
         for drawn, best in ((16, None), (None, 8)):
             both = [c and find_copy.Candidates(ids(*steps, c), torch.zeros(*steps, c)) for c in (drawn, best)]
             find_copy.write_copies_triton(blocks._replace(drawn=both[0], best=both[1]), tables, on)

@@ -163,7 +163,7 @@ def test_behind_a_block_go_the_next_tokens_of_its_copy_and_then_zeros(twin, devi
     matches = find(twin, case)
     run(twin, "write", case.rows, case.tables)
     blocks, counts = case.rows.tokens.tolist(), case.tables.counts.tolist()
-    chains = kernels.extend_copies(case.rows, case.tables, rows)
+    chains = getattr(kernels, f"extend_copies_{twin}")(case.rows, case.tables, rows)
     beyond = 0
     for row, (text, (length, after)) in enumerate(zip(texts, matches, strict=True)):
         request = case.rows.requests[row]

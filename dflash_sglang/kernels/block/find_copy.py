@@ -105,20 +105,9 @@ def write_copies(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
 def extend_copies(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
     """Chains [bs, length] that begin with the blocks that `write_copies` has written. Writes them to the history.
 
-    Behind a block go the next tokens of its copy, and behind those, or where nothing was copied, token 0. In torch
-    operations: such steps are few, and commit much more than others.
+    Behind a block go the next tokens of its copy, and behind those, or where nothing was copied, token 0.
     """
-    block = rows.tokens.shape[1]
-    last = tables.last[rows.requests]
-    copying, copy = last[:, _PROPOSED_BY] == COPIED, last[:, _TOKENS + block - 1 : _TOKENS + length - 1]
-    copied = copying[:, None] & (copy >= 0)
-    ids = torch.cat([rows.tokens, torch.where(copied, copy, 0)], dim=1)
-    positions = rows.prefix_lens[:, None] + torch.arange(length, device=ids.device)
-    slots = tables.req_to_token[rows.requests[:, None], positions].long()
-    tables.history[slots] = ids.int()
-    tables.last[rows.requests, _STEPS] = torch.where(copying, length - 1, block - 1)
-    tables.counts[4] += copied.sum()
-    return Rows(ids, positions, slots)
+    return (extend_copies_triton if rows.tokens.is_cuda else extend_copies_torch)(rows, tables, length)
 
 
 def find_copies_torch(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
@@ -178,6 +167,21 @@ def write_copies_torch(rows: CopyRows, tables: CopyTables, on: Tensor) -> None:
             first = torch.arange(candidates.ids.shape[2], device=tokens.device) == 0
             value = torch.where(first, certain[:, None, None], never)
             candidates.logprobs[:] = torch.where(copied[..., None], value, candidates.logprobs)
+
+
+def extend_copies_torch(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
+    """The definition of `extend_copies` in torch operations."""
+    block = rows.tokens.shape[1]
+    last = tables.last[rows.requests]
+    copying, copy = last[:, _PROPOSED_BY] == COPIED, last[:, _TOKENS + block - 1 : _TOKENS + length - 1]
+    copied = copying[:, None] & (copy >= 0)
+    ids = torch.cat([rows.tokens, torch.where(copied, copy, 0)], dim=1)
+    positions = rows.prefix_lens[:, None] + torch.arange(length, device=ids.device)
+    slots = tables.req_to_token[rows.requests[:, None], positions].long()
+    tables.history[slots] = ids.int()
+    tables.last[rows.requests, _STEPS] = torch.where(copying, length - 1, block - 1)
+    tables.counts[4] += copied.sum()
+    return Rows(ids, positions, slots)
 
 
 def chance_of_failure(record: Tensor, prior: Tensor) -> Tensor:
@@ -397,3 +401,41 @@ def _make_certain(ids_ptr, values_ptr, at, copy, copied, certain, never, COUNT: 
         candidate = tl.load(ids_ptr + at * COUNT + rank, mask=copied, other=0)
         tl.store(ids_ptr + at * COUNT + rank, first, mask=copied & (candidate == copy))
         tl.store(values_ptr + at * COUNT + rank, none + never, mask=copied)
+
+
+def extend_copies_triton(rows: CopyRows, tables: CopyTables, length: int) -> Rows:
+    """`extend_copies` as one Triton launch, one program per request."""
+    (bs, block), like = rows.tokens.shape, dict(dtype=torch.int64, device=rows.tokens.device)
+    chains = Rows(*(torch.empty((bs, length), **like) for _ in Rows._fields))
+    _extend_copies_kernel[(bs,)](
+        rows.tokens, rows.prefix_lens, rows.requests, tables.req_to_token, tables.history, tables.last,
+        tables.counts, *chains, rows.tokens.stride(0), tables.req_to_token.stride(0), tables.last.stride(0),
+        BLOCK=block, LENGTH=length, LANES=triton.next_power_of_2(length), num_warps=1,
+    )  # fmt: skip
+    return chains
+
+
+@triton.jit(do_not_specialize=["token_stride"])
+def _extend_copies_kernel(
+    tokens_ptr, prefix_ptr, requests_ptr, req_to_token_ptr, history_ptr, last_ptr, counts_ptr,
+    ids_ptr, positions_ptr, slots_ptr, token_stride, row_stride, last_stride,
+    BLOCK: tl.constexpr, LENGTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    there, behind = lane < LENGTH, (lane >= BLOCK) & (lane < LENGTH)
+    row = tl.load(requests_ptr + request).to(tl.int64)
+    last = last_ptr + row * last_stride
+    copying = tl.load(last) == 2
+    copy = tl.load(last + 4 + lane - 1, mask=behind & copying, other=-1)
+    token = tl.load(tokens_ptr + request * token_stride + lane, mask=lane < BLOCK, other=0)
+    token = tl.where(behind, tl.maximum(copy, 0), token)
+    position = tl.load(prefix_ptr + request).to(tl.int64) + lane
+    slot = tl.load(req_to_token_ptr + row * row_stride + position, mask=there, other=0).to(tl.int64)
+    tl.store(history_ptr + slot, token.to(tl.int32), mask=there)
+    out = request * LENGTH + lane
+    tl.store(ids_ptr + out, token, mask=there)
+    tl.store(positions_ptr + out, position, mask=there)
+    tl.store(slots_ptr + out, slot, mask=there)
+    tl.store(last + 3, tl.where(copying, LENGTH - 1, BLOCK - 1).to(tl.int64))
+    tl.atomic_add(counts_ptr + 4, tl.sum((copy >= 0).to(tl.int64), axis=0))

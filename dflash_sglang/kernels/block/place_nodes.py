@@ -1,4 +1,4 @@
-"""Where the nodes of trees stand: their positions and their KV slots, in one launch."""
+"""Where the nodes of trees stand: their positions and their KV slots, and the tokens in these, in one launch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Places(NamedTuple):
 
     positions: Tensor
     slots: Tensor
+    ids: Tensor | None = None  # read: the nodes' tokens, which are written to the next
+    history: Tensor | None = None  # [slots] int32, see `Copies.history`
 
 
 def place_nodes(depths: Tensor, prefix_lens: Tensor, requests: Tensor, req_to_token: Tensor, out: Places) -> None:
@@ -35,6 +37,8 @@ def place_nodes_torch(
     columns = prefix_lens[:, None].long() + torch.arange(depths.shape[1], device=depths.device)
     out.positions[:] = prefix_lens[:, None] + depths
     out.slots[:] = req_to_token[requests[:, None].long(), columns]
+    if out.history is not None and out.ids is not None:
+        out.history[out.slots] = out.ids.int()
 
 
 def place_nodes_triton(
@@ -50,7 +54,7 @@ def place_nodes_triton(
 
 @triton.jit
 def _place_nodes_kernel(
-    depths_ptr, prefix_ptr, requests_ptr, table_ptr, positions_ptr, slots_ptr, table_stride,
+    depths_ptr, prefix_ptr, requests_ptr, table_ptr, positions_ptr, slots_ptr, ids_ptr, history_ptr, table_stride,
     NODES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
@@ -60,5 +64,8 @@ def _place_nodes_kernel(
     row = table_ptr + tl.load(requests_ptr + request).to(tl.int64) * table_stride
     depths = tl.load(depths_ptr + request * NODES + node, mask=there, other=0)
     tl.store(positions_ptr + request * NODES + node, prefix + depths, mask=there)
-    slots = tl.load(row + prefix + node, mask=there, other=0)
-    tl.store(slots_ptr + request * NODES + node, slots.to(tl.int64), mask=there)
+    slots = tl.load(row + prefix + node, mask=there, other=0).to(tl.int64)
+    tl.store(slots_ptr + request * NODES + node, slots, mask=there)
+    if history_ptr is not None:
+        ids = tl.load(ids_ptr + request * NODES + node, mask=there, other=0)
+        tl.store(history_ptr + slots, ids.to(tl.int32), mask=there)
