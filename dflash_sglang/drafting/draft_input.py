@@ -19,8 +19,8 @@ from dflash_sglang.sglang_names.scheduler import (
 )
 
 _ALIGNED = 4  # lengths in 16 bytes: Triton compiles a kernel anew for pointers between them
-STRIDE = 128  # tokens more that a request gets slots for at once, where so many times what they take are free
-AMPLE = 8
+STRIDE = 128  # tokens more that a request gets slots for at once, where
+AMPLE = 8  # times what they take are free or only cached
 _RING = 4  # batches whose pinned lengths may still be in flight; overlap scheduling keeps at most two
 
 
@@ -129,7 +129,9 @@ class SlotReservation:
         if (wanted > lengths.allocated).any():
             more = np.minimum(self._whole_pages(wanted + STRIDE), self.row_limit)
             needed = int(np.maximum(more - lengths.allocated, 0).sum())
-            if batch.token_to_kv_pool_allocator.available_size() >= AMPLE * needed:
+            # Cached tokens count: where a server has run for long they fill the pool.
+            room = batch.token_to_kv_pool_allocator.available_size() + batch.tree_cache.evictable_size()
+            if room >= AMPLE * needed and self._obstacle(batch, more, lengths.allocated) is None:
                 wanted = more
         np.maximum(wanted, lengths.allocated, out=lengths.reserved)
         return chain, no_trees

@@ -39,10 +39,16 @@ def test_a_reservation_covers_two_blocks_in_whole_pages_and_ends_with_the_row(bl
     limit = row_width // page * page
     reqs = requests_of(committed, [min(a, limit) for a in allocated])
     alloc, given = mock.Mock(), SimpleNamespace(reqs=reqs, **OF_A_BATCH)
+    given.tree_cache = SimpleNamespace(evictable_size=lambda: data.draw(st.sampled_from([0, 10**5])))
     given.token_to_kv_pool_allocator = SimpleNamespace(
-        available_size=lambda: data.draw(st.sampled_from([0, 10**5]))
+        available_size=lambda: 0, check_decode_capacity=lambda **_: data.draw(st.booleans())
     )
-    with mock.patch("dflash_sglang.drafting.draft_input.alloc_for_spec_decode", alloc):
+    given.req_to_token_pool, module = None, "dflash_sglang.drafting.draft_input"
+    schedule = SimpleNamespace(enable_mixed_chunk=False)
+    with (
+        mock.patch(f"{module}.alloc_for_spec_decode", alloc),
+        mock.patch(f"{module}.get_schedule", lambda: schedule),
+    ):
         reserved = reservation(block, row_width, page).reserve(given)
     if alloc.call_args is None:
         assert reserved.lengths.tolist() == [req.kv.kv_allocated_len for req in reqs]
@@ -69,7 +75,7 @@ class Pool:
 
     def __init__(self, block: int, page: int, free: int) -> None:
         self.slots, self.block, self.page, self.free = reservation(block, 300, page), block, page, free
-        self.mixed, self.prompts, self.ample = False, 0, 0
+        self.mixed, self.prompts, self.ample, self.cached = False, 0, 0, 0
         self.slots.serve_chains({32: 4, 64: 2})
 
     def reserve(self, committed: list[int], allocated: list[int]) -> Any:
@@ -80,6 +86,7 @@ class Pool:
         )
         rows = SimpleNamespace(size=8, available_size=lambda: 8 - len(reqs) - self.prompts)
         batch = SimpleNamespace(reqs=reqs, **OF_A_BATCH | dict(token_to_kv_pool_allocator=allocator))
+        batch.tree_cache = SimpleNamespace(evictable_size=lambda: self.cached)
         batch.req_to_token_pool, schedule = rows, SimpleNamespace(enable_mixed_chunk=self.mixed)
         with mock.patch(f"{module}.alloc_for_spec_decode"), mock.patch(f"{module}.get_schedule", lambda: schedule):
             reserved = self.slots.reserve(batch)
@@ -103,18 +110,22 @@ def test_long_chains_are_reserved_for_few_requests_where_their_rows_and_free_slo
         assert (got, lengths) == (chain, [min(c + ahead, 300) for c in committed]), (committed, free)
 
 
-def test_slots_are_taken_in_strides_where_many_are_free() -> None:
-    pool = Pool(16, 1, 0)
+def test_slots_are_taken_in_strides_where_many_are_free_or_cached() -> None:
+    pool = Pool(16, 1, 10**6)
+    pool.slots.serve_chains({})
     for ample, allocated, reserved in (
         (8 * (32 + STRIDE), 10, 10 + 32 + STRIDE),
         (8 * (32 + STRIDE) - 1, 10, 10 + 32),
         (10**6, 10 + 32, 10 + 32),
         (10**6, 10 + 31, 10 + 32 + STRIDE),
     ):
-        pool.ample = ample
-        assert pool.reserve([10], [allocated]) == (0, [reserved])
+        for cached in (0, ample - 5 if ample > 5 else 0):
+            pool.ample, pool.cached = ample - cached, cached
+            assert pool.reserve([10], [allocated]) == (0, [reserved])
     assert pool.reserve([250], [250]) == (0, [300]), "the row's end"
     assert pool.reserve([10, 90], [10, 122])[1] == [10 + 32 + STRIDE, 122 + STRIDE], "all, when one lacks slots"
+    pool.free = 31 + STRIDE
+    assert pool.reserve([10], [10]) == (0, [10 + 32]), "the cache gives up less than it counts"
 
 
 def test_slots_that_a_prompt_in_progress_counts_on_are_reserved_for_no_long_chain() -> None:
