@@ -56,10 +56,12 @@ def handle_speculative_decoding(original: Callable[..., None], server_args: Any)
 
         from dflash_sglang.startup.decisions import serve_trained_block
         from dflash_sglang.startup.fp8_drafts import quantise_where_shorter
+        from dflash_sglang.startup.prefill_graphs import settle_prefill_graphs
 
         _patch_launcher()
         serve_trained_block(server_args)
         quantise_where_shorter(server_args)
+        settle_prefill_graphs(server_args)
         # What SGLang asks of data-parallel attention, a GPU and --enable-dp-lm-head, is for its own worker.
         with replaced("dp-attention", speculative_hook, lambda cfg: False):
             original(server_args)

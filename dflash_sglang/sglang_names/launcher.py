@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.cuda_graph_hook import generate_prefill_cuda_graph_batch_sizes
+from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 from sglang.srt.arg_groups.parallel_hook import handle_deprecated_dp_attention
 from sglang.srt.arg_groups.serving_hook import handle_missing_default_values, handle_return_hidden_states_mode
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.model_executor.cuda_graph_config import Backend as CudaGraphBackend
+from sglang.srt.model_executor.cuda_graph_config import with_phase
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_disagg, get_exec
 from sglang.srt.server_args import prepare_server_args

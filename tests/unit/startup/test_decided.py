@@ -1,22 +1,25 @@
-"""What start-up decides for a launch: copies, rings of the draft's rows, a draft read in fp8; and why not."""
+"""What start-up decides for a launch: copies, rings of the draft's rows, a draft read in fp8, the graphs of
+prefills; and why not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from dflash_sglang.checkpoint import DraftSpec
 from dflash_sglang.checkpoint.files import TensorFacts
 from dflash_sglang.checkpoint.mtp import MtpSpec
 from dflash_sglang.kernels.context.rings import RingShape
 from dflash_sglang.settings.plugin_config import PluginConfig, PluginConfigError
-from dflash_sglang.startup import copying, fp8_drafts
+from dflash_sglang.startup import copying, fp8_drafts, prefill_graphs
 from dflash_sglang.startup.draft_kv import needs_whole_pool, ring_shape
 from dflash_sglang.startup.fp8_drafts import LEAST_WEIGHTS, obstacle
 from tests.support.tiny import draft_config
@@ -188,3 +191,78 @@ def test_whatever_was_asked_for_stands_and_fp8_is_asked_for_as_by_the_flag(
         fp8_drafts.quantise_where_shorter(SimpleNamespace(**{**values, **changed}))
         assert says in caplog.text and bool(says) == bool(caplog.text), changed
     assert declare.call_args.kwargs == {method: "fp8", explicit: True}
+
+
+# ---- The graphs of prefills --------------------------------------------------------------------------------
+
+USUAL_SIZES = [4, 8, 12, 16]
+UNTESTED = "enable_lora", "enable_mixed_chunk", "enable_hierarchical_cache", "enable_deterministic_inference"
+
+
+@pytest.fixture
+def settled_graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PhaseConfig]:
+    """Backend and sizes of the prefills' graphs that a launch on one GPU gets, in which something differs."""
+
+    def settled(
+        flags: Mapping[str, Any] = {}, target: Mapping[str, Any] = {}, graphs: Mapping[str, Any] = {}
+    ) -> PhaseConfig:
+        config = CudaGraphConfig()
+        config.prefill = PhaseConfig(backend="breakable", bs=USUAL_SIZES)
+        for name, value in graphs.items():
+            setattr(config.prefill, name, value)
+        off = dict.fromkeys(UNTESTED, False)
+        args = SimpleNamespace(
+            **{**off, "device": "cuda", "tp_size": 1, "pp_size": 1, "disaggregation_mode": "null",
+               "attention_backend": "fa3", "prefill_attention_backend": None, "decode_attention_backend": None,
+               "cuda_graph_config": config, "_cuda_graph_config_locked": {("prefill", name) for name in graphs},
+               **flags}
+        )  # fmt: skip
+        whole = dict(attention_arch=AttentionArch.MHA, is_hybrid_swa=False, sliding_window_size=None)
+        model = SimpleNamespace(**{**whole, "is_multimodal": False, "recurrent": None, **target})
+        monkeypatch.setattr(prefill_graphs, "resolving_view", lambda server_args: server_args)
+        monkeypatch.setattr(prefill_graphs, "resolved_view", lambda server_args: server_args)
+        monkeypatch.setattr(prefill_graphs, "model_config_of", lambda server_args: model)
+        monkeypatch.setattr(prefill_graphs, "mambaish_config", lambda config: config.recurrent)
+        monkeypatch.setattr(prefill_graphs, "declare_resolution", lambda of, name, **new: vars(of).update(new))
+        prefill_graphs.settle_prefill_graphs(args)
+        return args.cuda_graph_config.prefill
+
+    return settled
+
+
+def test_prefill_graphs_are_of_whole_forwards_where_that_is_tested(
+    settled_graphs: Callable[..., PhaseConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    whole = settled_graphs()
+    assert (whole.backend, whole.bs) == ("full", [2, *USUAL_SIZES]), "what a cached prompt leaves has a graph"
+    assert "prefill graphs: of the whole forward; --cuda-graph-backend-prefill chooses" in caplog.text
+    for differs, reason in (
+        (dict(flags={"attention_backend": "flashinfer"}), "attention is flashinfer's, and whole forwards are"),
+        (dict(flags={"prefill_attention_backend": "triton"}), "attention is triton's, and whole forwards are"),
+        (dict(flags={"tp_size": 2}), "no test has whole forwards on several ranks"),
+        (dict(flags={"pp_size": 2}), "no test has whole forwards on several ranks"),
+        (dict(target={"attention_arch": AttentionArch.MLA}), "without keys and values for each head"),
+        (dict(target={"recurrent": object()}), "without keys and values for each head"),
+        (dict(target={"sliding_window_size": 512}), "the target has sliding windows"),
+        (dict(target={"is_hybrid_swa": True}), "the target has sliding windows"),
+        (dict(target={"is_multimodal": True}), "prompts may hold more than text"),
+        *((dict(flags={flag: True}), f"with --{flag.replace('_', '-')};") for flag in UNTESTED),
+        (dict(flags={"disaggregation_mode": "prefill"}), "no test has whole forwards on a prefill server"),
+    ):
+        caplog.clear()
+        found = settled_graphs(**differs)
+        assert (found.backend, found.bs) == ("breakable", [2, *USUAL_SIZES]), differs
+        assert "as SGLang has them, because" in caplog.text and reason in caplog.text, differs
+
+
+def test_prefill_graphs_that_the_user_chose_stay(settled_graphs: Callable[..., PhaseConfig]) -> None:
+    for graphs, expected in (
+        ({"bs": [1, 64]}, ("full", [1, 64])),
+        ({"bs": None}, ("full", None)),
+        ({"backend": "breakable"}, ("breakable", [2, *USUAL_SIZES])),
+        ({"backend": "disabled"}, ("disabled", USUAL_SIZES)),
+        ({"backend": "tc_piecewise"}, ("tc_piecewise", USUAL_SIZES)),
+    ):
+        found = settled_graphs(graphs=graphs)
+        assert (found.backend, found.bs) == expected, graphs
