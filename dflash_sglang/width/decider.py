@@ -95,6 +95,14 @@ class Plan(NamedTuple):
     more: float
 
 
+class Weighed(NamedTuple):
+    """What a step of a kind is expected to commit; the seconds it takes, and after a step of another kind."""
+
+    committed: float
+    seconds: float
+    switched: float
+
+
 class Choice(NamedTuple):
     """`kind` is an index.
 
@@ -114,8 +122,9 @@ class Chooser:
 
     Of an abandoned kind little is learnt. So each of the other kinds earns an equal part of `PROBE_BUDGET` of
     the time. It is tried for one step when it has earned what that would cost: the time it takes beyond what the
-    held kind would need for the same tokens. What looks almost as good is tried often, what looks hopeless
-    seldom. By these estimates all probes together cost `PROBE_BUDGET` of the time, whatever they turn out to give.
+    held kind would need for the same tokens, and that of the host for two changes of kind. What looks almost as
+    good is tried often, what looks hopeless seldom. By these estimates all probes together cost `PROBE_BUDGET` of
+    the time, whatever they turn out to give.
     """
 
     def __init__(self, kinds: int):
@@ -124,23 +133,18 @@ class Chooser:
         self._earned = [0.0] * kinds
 
     def choose(
-        self,
-        bucket: int,
-        allowed: Sequence[int],
-        committed: Mapping[int, float],
-        seconds: Mapping[int, float],
-        steps: int = 1,
+        self, bucket: int, allowed: Sequence[int], weighed: Mapping[int, Weighed], steps: int = 1
     ) -> Choice:
-        """allowed: indices of one kind or more, the only ones looked at of `committed` and `seconds`, which a
-        step of every kind is expected to commit and to take. steps: since the call before."""
-        rates = {kind: committed[kind] / seconds[kind] for kind in allowed}
+        """allowed: indices of one kind or more, the only ones of `weighed` that are looked at. steps: since the
+        call before."""
+        rates = {kind: weighed[kind].committed / weighed[kind].seconds for kind in allowed}
         best = max(allowed, key=rates.__getitem__)
         reason = self._reason((bucket, tuple(allowed)), best, rates)
         self._situation = (bucket, tuple(allowed))
         if reason != "hold" or self._held is None:
             self._held = best
             return Choice(best, reason)
-        probe = self._probe(self._held, rates, committed, seconds, steps)
+        probe = self._probe(self._held, rates, weighed, steps)
         return Choice(self._held, reason) if probe is None else Choice(probe, "probe")
 
     def _reason(self, situation: tuple[int, tuple[int, ...]], best: int, rates: dict[int, float]) -> str:
@@ -154,28 +158,23 @@ class Chooser:
             return "load" if situation[0] != self._situation[0] else "limit"
         return "gain" if rates[best] > rates[self._held] * (1.0 + MARGIN) else "hold"
 
-    def _probe(
-        self,
-        held: int,
-        rates: dict[int, float],
-        committed: Mapping[int, float],
-        seconds: Mapping[int, float],
-        steps: int,
-    ) -> int | None:
+    def _probe(self, held: int, rates: dict[int, float], weighed: Mapping[int, Weighed], steps: int) -> int | None:
         """The kind to try in this step, if one has earned it."""
         if len(rates) == 1 or not PROBE_BUDGET:
             return None
-        part = steps * PROBE_BUDGET * seconds[held] / (len(rates) - 1)
-        chosen, cost = None, 0.0
+        _, seconds, back = weighed[held]
+        part = steps * PROBE_BUDGET * seconds / (len(rates) - 1)
+        chosen, paid = None, 0.0
         for kind in rates:
             if kind == held:
                 continue
-            price = max(CAUTION * (seconds[kind] - committed[kind] / rates[held]), LEAST_COST * seconds[held])
+            cost = CAUTION * (weighed[kind].switched - weighed[kind].committed / rates[held]) + back - seconds
+            price = max(cost, LEAST_COST * seconds)
             self._earned[kind] = min(self._earned[kind] + part, price)  # waiting for its turn it saves no more
             if self._earned[kind] >= price and (chosen is None or rates[kind] > rates[chosen]):
-                chosen, cost = kind, price
+                chosen, paid = kind, price
         if chosen is not None:
-            self._earned[chosen] -= cost
+            self._earned[chosen] -= paid
         return chosen
 
 
@@ -208,17 +207,15 @@ class Decider:
         base, factors = times.seconds(bucket, context), times.factors(bucket)
         seconds = np.maximum(base[options.kind] + more * factors[options.kind], times.host()[options.kind])
         # A prefill takes a pass over the target's weights at least.
-        spent = seconds + times.of_kind(0, 0, 0.0) * self.interruptions.share(committed)
+        prefills = times.of_kind(0, 0, 0.0) * self.interruptions.share(committed)
+        spent = seconds + prefills
+        switched = np.maximum(seconds, times.host(launches=2)[options.kind]) + prefills
         rates = committed / spent
         best = self._best(options, rates)
-        of_best = list(best.values())
-        choice = self._chooser.choose(
-            bucket,
-            [kind for kind in self._allowed(load, ragged, trees) if kind in best],
-            dict(zip(best, committed[of_best].tolist(), strict=True)),
-            dict(zip(best, spent[of_best].tolist(), strict=True)),
-            steps,
-        )
+        rows = np.stack((committed, spent, switched), axis=1)[list(best.values())].tolist()
+        weighed = {kind: Weighed(*row) for kind, row in zip(best, rows, strict=True)}
+        allowed = [kind for kind in self._allowed(load, ragged, trees) if kind in best]
+        choice = self._chooser.choose(bucket, allowed, weighed, steps)
         kind, at = self.kinds[choice.kind], best[choice.kind]
         if choice.reason != "probe":
             self._width = kind.width

@@ -70,6 +70,7 @@ class Machine:
     weights: float = 0.0
     prompt_token: float = 0.0
     host: tuple[float, float] = (0.0, 0.0)
+    switch: float = 0.0
     table: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -430,7 +431,7 @@ class Server:
 
     def __init__(self, machine: Machine, *ranks: Rank):
         self.machine, self.ranks = machine, ranks
-        self._held = 0
+        self._held, self._before = 0, None
 
     def run(
         self, concurrency: int | Sequence[int], *, steps: int | None = None, seconds: float | None = None
@@ -476,7 +477,9 @@ class Server:
                 if budget is not None and not isinstance(rank.draft, Recorded):
                     reach = np.exp(rank.draft.sure * of_rank.said.cumsum(axis=1))
                     gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
-            host = self.machine.host[decision.width > 1]
+            shape = decision.width, budget is None, nodes
+            host = self.machine.host[decision.width > 1] + self.machine.switch * (shape != self._before)
+            self._before = shape
             taken, waited = max(taken, host), taken < host
             for rank, of_rank, of in zip(self.ranks, drafted, accepted, strict=True):
                 read = self.machine.read(taken, rank.clock)

@@ -217,6 +217,17 @@ def test_where_the_host_takes_longer_than_the_device_its_time_counts_and_no_widt
     assert server.run(128, steps=200).settled(0.95) <= 30
 
 
+def test_where_a_change_of_kind_takes_the_host_longer_than_the_device_few_are_probed() -> None:
+    """A very fast target on an H200: a step takes 1.2 ms of the device and of the host, a change 1.3 ms more."""
+    machine = Machine(jitter=0.05, outliers=0.01, host=(0.9e-3, 1.2e-3), switch=1.3e-3)
+    machine.table *= 0.2
+    server = serve(adaptive(machine, 128), machine, DRAFTS["good"])
+    server.run(1, steps=100)
+    settled = server.run(1, steps=1000)
+    assert settled.rate >= 0.98 * serve(Fixed(16), machine, DRAFTS["good"]).run(1, steps=100).rate
+    assert 0 < sum(settled.probes) < 0.01 * len(settled.probes), "each kind is still tried"
+
+
 def test_long_contexts_widen_the_block() -> None:
     # Reading the context costs every width the same, so that verifying more tokens of it costs little.
     widths = {}
