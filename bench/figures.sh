@@ -4,6 +4,7 @@
 #   on one GPU       wide narrow long profile startup_widths like_for_like like_for_like_poor
 #                    rows_bf16 rows_fp8 rows_alike rows_mixed rows_trees rows_penalised rows_trained
 #                    copy_edits copy_ordinary drafts_dspark drafts_domino house recurrent_9b pd_decode real_pair
+#                    prefill_graphs
 #   on two, "0,1"    tp2 dpa2 dpa2_recurrent tp2_rows
 #
 # GPUS as in CUDA_VISIBLE_DEVICES. Calls at once, each on a GPU of its own, do not disturb each other while processors
@@ -13,7 +14,7 @@
 # PAIR-9b, PAIR-dspark and others for the parts that need them; LOGS; SECONDS_EACH, after which a part ends with
 # what it has; SKIP, a directory: files named as results are left out; BEFORE, the other checkout of `house` and
 # `rows_trained`, a directory that its commit names; ADD=1: the rounds of `recurrent_9b` go to those that its result
-# has; PROMPTS, the directory with the prompts of `real_pair`.
+# has; PROMPTS, the directory with the prompts of `real_pair` and `prefill_graphs`.
 set -u
 cd "$(dirname "$0")/.."
 gpus=$1; shift
@@ -118,6 +119,10 @@ for name in "$@"; do
       sets="${PROMPTS:?their directory}"
       part real_pair real_pair --prompts "$sets/gsm8k.jsonl" "$sets/humaneval.jsonl" "$sets/mtbench.jsonl" \
         --concurrency 64 32 8 1 --output 256 --together ;;
+    prefill_graphs)
+      sets="${PROMPTS:?their directory}"
+      part prefill_graphs real_pair --prompts "$sets/gsm8k.jsonl" "$sets/mtbench.jsonl" "$sets/humaneval.jsonl" \
+        --concurrency 32 64 8 1 --output 256 --together ;;
     pd_decode) step pd_decode disaggregated --concurrency 1 8 32 ;;
     tp2) parallel tp2 --cuda-graph-backend-prefill=disabled --concurrency 32 1 16 64 ;;
     dpa2) parallel dpa2 "--cuda-graph-bs-prefill 256 512 1024 2048 4096" --concurrency 16 1 64 \
