@@ -39,4 +39,4 @@ def test_whole_forwards_prefill_as_without_graphs():
             prefills = [line for line in ours.log_text().splitlines() if "Prefill batch" in line]
             graphs = sum("cuda graph: True" in line for line in prefills)
             print(f"{graphs} of {len(prefills)} prefills in graphs")
-            assert graphs >= len(prefills) // 2
+            assert 4 <= graphs < len(prefills), "one request, a chunk at a time; and more than a graph has slots"
