@@ -332,7 +332,7 @@ def test_any_config_is_served_or_refused_with_one_line_soon(
     config = copy.deepcopy(base)
     for _ in range(changes):
         inner = data.draw(st.sampled_from(list(objects(config))))
-        inner[data.draw(st.sampled_from([*inner, *EXTRA]))] = data.draw(ODD)
+        inner[data.draw(st.sampled_from([*inner, *EXTRA]))] = copy.deepcopy(data.draw(ODD))
         if data.draw(st.integers(0, 9)) == 0:
             inner.popitem()
     directory = launcher.write(config)
