@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.load import Load, by_figure, rotated
+from bench.load import Load, by_figure
 from bench.servers import Candidate, add_options, parse, together
 from bench.steady import WARM_UP, occupy, watch
 from bench.step_profile import figures_of, of_concurrency
 from bench.widths import ACCEPTANCE, BLOCK, forced, mean_length, since, told, with_coins
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.demo.server import Server
 
 
@@ -177,9 +178,3 @@ def by_figure(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
         field.name: [round(getattr(outcome, field.name), 4) for outcome in outcomes]
         for field in dataclasses.fields(Outcome)
     }
-
-
-def rotated(items: Sequence[str], by: int) -> list[str]:
-    """The order of a turn: each begins with the next one."""
-    by %= len(items)
-    return [*items[by:], *items[:by]]

@@ -35,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.load import Load, OfTexts, rotated
+from bench.load import Load, OfTexts
 from bench.servers import Candidate, add_options, parse, server_of, together
 from bench.steady import RAMP, SPREAD, WARM_UP, clients, occupy, watch
 from bench.widths import ACCEPTANCE, BLOCK, mean_length, since, told
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import OURS, wait_for
 from dflash_sglang.demo.server import Server

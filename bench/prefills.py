@@ -19,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench import report
-from bench.load import Load, rotated
+from bench.load import Load
 from bench.servers import add_options, parse, together
 from bench.steady import RAMP, Look, clients
 from bench.widths import PAIR_RECORD, candidates_of
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN
 from dflash_sglang.demo.server import Server
@@ -90,21 +91,19 @@ def main() -> int:
     most = max(arguments.beside) + 2
     tokens = most * (arguments.input + 2 * OUTPUT)
     figures: dict[str, dict[str, list[dict[str, float]]]] = {}
-    status = 1
-    with signals_as_exit():
-        candidates = candidates_of(arguments, PAIR_RECORD)
-        with together(candidates, arguments, requests=most, tokens=tokens) as servers:
-            for beside in arguments.beside:
-                ids = range(*arguments.token_ids)
-                load = Load(beside, 1, arguments.input, OUTPUT, token_ids=ids)
-                found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-                for turn in range(arguments.rounds + 1):  # the first one warms up
-                    for name in rotated(list(servers), turn):
-                        one = disturbed(servers[name], load, arguments)
-                        print(beside, name, one, flush=True)
-                        found[name] += [one] if turn else []
-                figures[str(beside)] = found
-                status = report.finish("bench.prefills", arguments.out, claims(figures), figures=figures)
+    status, candidates = 1, candidates_of(arguments, PAIR_RECORD)
+    with signals_as_exit(), together(candidates, arguments, requests=most, tokens=tokens) as servers:
+        for beside in arguments.beside:
+            ids = range(*arguments.token_ids)
+            load = Load(beside, 1, arguments.input, OUTPUT, token_ids=ids)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+            for turn in range(arguments.rounds + 1):  # the first one warms up
+                for name in rotated(list(servers), turn):
+                    one = disturbed(servers[name], load, arguments)
+                    print(beside, name, one, flush=True)
+                    found[name] += [one] if turn else []
+            figures[str(beside)] = found
+            status = report.finish("bench.prefills", arguments.out, claims(figures), figures=figures)
     return status
 
 

@@ -28,10 +28,11 @@ from typing import Any
 
 from bench import report
 from bench.like_for_like import candidate, expected_length
-from bench.load import Load, rotated
+from bench.load import Load
 from bench.servers import add_options, parse, server_of
 from bench.steady import SPREAD, WARM_UP, occupy, watch
 from bench.widths import ACCEPTANCE, BEST, BLOCK, forced, mean_length, require_served, since, told
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, PLAIN, wait_for
 from dflash_sglang.demo.server import Server

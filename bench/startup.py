@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.load import Load, ask, rotated
+from bench.load import Load, ask
 from bench.serve import SAMPLING
 from bench.servers import Candidate, add_options, parse, server_of
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.demo.launch import BUILT_IN, OURS, wait_for
 from dflash_sglang.demo.signals import signals_as_exit

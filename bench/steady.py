@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from bench.load import Load, Outcome, by_figure, rotated
+from bench.load import Load, Outcome, by_figure
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.demo.server import Server
 
 SPREAD = 0.5  # of the mean output length, to both sides

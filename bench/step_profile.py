@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from bench import report
-from bench.load import Load, ask, rotated
+from bench.load import Load, ask
 from bench.servers import Candidate, add_options, parse, together
 from dflash_sglang.bench import profile
+from dflash_sglang.bench.load import rotated
 from dflash_sglang.bench.script import script_parser
 from dflash_sglang.bench.table import step_table
 from dflash_sglang.bench.trace import OUTSIDE

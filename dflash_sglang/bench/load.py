@@ -16,12 +16,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash_sglang.bench.prompts import Ids
 from dflash_sglang.demo.server import Server
 
 FLAGS = ("--backend=sglang", "--flush-cache", "--cache-report", "--disable-tqdm", "--output-details", "--seed=1")
+
+
+One = TypeVar("One")
 
 
 class LoadFailed(RuntimeError):
@@ -160,3 +163,9 @@ def _recorded(serving: Any, ids: Ids | None, on_done: Callable[[int], None]) -> 
     finally:
         serving.ASYNC_REQUEST_FUNCS["sglang"] = client
         serving.MULTI_TURN_BACKENDS = turns
+
+
+def rotated(items: Sequence[One], by: int) -> list[One]:
+    """The order of a turn: each begins with the next one."""
+    by %= len(items)
+    return [*items[by:], *items[:by]]

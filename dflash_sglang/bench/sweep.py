@@ -108,9 +108,8 @@ def _rounds(
     flags += ["--warmup-requests", str(cell.concurrency), "--temperature", str(cell.temperature)]
     if cell.temperature > 0:
         flags += ["--top-p", str(settings.top_p)]
-    order = list(running.items())
     for number in range(1, settings.rounds + 1):
-        for served, server in order:
+        for served, server in load.rotated(list(running.items()), number - 1):
             progress.begin(f"{cell}, round {number} of {settings.rounds}: {served}")
             with server.reported(str(served), LoadFailed):
                 before = steps_of(server) if served.kind == OURS else no_steps()
@@ -124,7 +123,6 @@ def _rounds(
             results[served].rounds.setdefault(cell, []).append(outcome)
             accepted = "" if served.kind == PLAIN else f", accept length {outcome.accept_length:.2f}"
             progress.end(f"{outcome.output_tokens_per_second:.1f} tokens/s{accepted}")
-        order = [*order[1:], order[0]]  # which one is first makes a difference
 
 
 def _outputs(settings: Settings, served: Served, server: Server, progress: Progress) -> list[list[int]]:

@@ -56,7 +56,8 @@ class Machine:
     in part and more than as few tokens as can be, which start-up measures. A prefill takes `launch` seconds, and a
     pass over the weights (`weights` seconds) or `prompt_token` seconds for each of its tokens, whichever is more;
     by default nothing, and the policy is not told of it. No step takes less than `host` seconds, of plain ones and
-    of others: the device waits for the host then. Half of the lesser one has nothing to do with the launch.
+    of others: the device waits for the host then. Half of the lesser one has nothing to do with the launch. A
+    step of another kind than the one before takes the host `switch` seconds more.
     """
 
     widths: Sequence[int] = WIDTHS
@@ -461,12 +462,12 @@ class Server:
             decision = decisions[0]
             width = widths.index(decision.width)
             budget, nodes = decision.verify_budget, decision.tree_nodes
+            kind = Kind(decision.width, budget is not None, nodes)
             drafted = [rank.draft_step(decision.width) for rank in self.ranks]
             taken, gained, lens, mass = times[width], committed[width], None, None
             accepted = [of.accepted for of in drafted]
             if budget is not None or nodes is not None or isinstance(self.ranks[0].draft, Recorded):
                 (rank,), (of_rank,) = self.ranks, drafted
-                kind = Kind(decision.width, budget is not None, nodes)
                 taken = self.machine.kind_seconds(rank.batch, rank.context_tokens, kind, budget)
                 if budget is not None:
                     lens = shared(of_rank.said, budget)
@@ -477,9 +478,8 @@ class Server:
                 if budget is not None and not isinstance(rank.draft, Recorded):
                     reach = np.exp(rank.draft.sure * of_rank.said.cumsum(axis=1))
                     gained = rank.batch + reach[np.arange(reach.shape[1]) < lens[:, None] - 1].sum()
-            shape = decision.width, budget is None, nodes
-            host = self.machine.host[decision.width > 1] + self.machine.switch * (shape != self._before)
-            self._before = shape
+            host = self.machine.host[decision.width > 1] + self.machine.switch * (kind != self._before)
+            self._before = kind
             taken, waited = max(taken, host), taken < host
             for rank, of_rank, of in zip(self.ranks, drafted, accepted, strict=True):
                 read = self.machine.read(taken, rank.clock)
